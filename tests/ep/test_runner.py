@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runner on both paths, over forked ranks and the software device, against the float64 oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from xmoe.config import XmoeConfig
+from xmoe.errors import UnsupportedError
+from xmoe.ranks import RankContext, RanksFailed, run_ranks
+from xmoe.reference import BF16_ROW_TOLERANCE, moe_reference, row_errors
+from xmoe.runner import MoeRunner
+from xmoe.types import ExpertWeights, MoeShape, Path
+
+SHAPE = MoeShape(hidden=1024, intermediate=512, num_experts=8, topk=2)
+DEADLINE_S = 60.0
+
+
+def _weights(shape: MoeShape = SHAPE) -> tuple[torch.Tensor, torch.Tensor]:
+    make = torch.Generator().manual_seed(11)
+    gate_up = torch.randn(shape.num_experts, shape.hidden, 2 * shape.intermediate, generator=make)
+    down = torch.randn(shape.num_experts, shape.intermediate, shape.hidden, generator=make)
+    return (gate_up * 0.03).bfloat16(), (down * 0.04).bfloat16()
+
+
+def _batch(rank: int, num_tokens: int, step: int = 0) -> tuple[torch.Tensor, ...]:
+    make = torch.Generator().manual_seed(1000 * step + rank)
+    hidden = torch.randn(num_tokens, SHAPE.hidden, generator=make).bfloat16()
+    scores = torch.rand(num_tokens, SHAPE.num_experts, generator=make)
+    ids = scores.topk(SHAPE.topk, dim=1).indices
+    return hidden, ids, torch.rand(num_tokens, SHAPE.topk, generator=make)
+
+
+def _local(context: RankContext, shape: MoeShape = SHAPE) -> ExpertWeights:
+    gate_up, down = _weights(shape)
+    share = shape.num_experts // context.size
+    mine = slice(context.rank * share, (context.rank + 1) * share)
+    return ExpertWeights(gate_up[mine].contiguous(), down[mine].contiguous())
+
+
+def _check(output: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> None:
+    hidden, ids, weights = batch
+    gate_up, down = (tensor.double().numpy() for tensor in _weights())
+    want = moe_reference(hidden.double().numpy(), ids.numpy(), weights.numpy(), gate_up, down)
+    assert output.shape == hidden.shape and output.dtype == hidden.dtype
+    assert (row_errors(output.double().numpy(), want) <= BF16_ROW_TOLERANCE).all()
+
+
+def _run(context: RankContext, mode: str, counts: list[list[int]], settings: dict[str, Any]) -> Any:
+    group = context.init_process_group(DEADLINE_S)
+    config = XmoeConfig.from_mapping({"mode": mode, "step_timeout_s": DEADLINE_S, **settings})
+    with MoeRunner.create(SHAPE, config, group=group) as runner:
+        layers = [runner.layer(_local(context), index) for index in range(2)]
+        kept = []
+        for number, step_counts in enumerate(counts):
+            batch = _batch(context.rank, step_counts[context.rank], number)
+            with runner.step(step_counts[context.rank]) as seen:
+                assert list(seen) == step_counts
+                kept += [(layer(*batch), batch) for layer in layers]
+        for output, batch in kept:  # at the end: no output may have changed since
+            _check(output, batch)
+        return {
+            "path": runner.decision.path,
+            "launches": dict(runner.launches),
+            "outputs": [output.view(torch.int16).numpy() for output, _ in kept],
+        }
+
+
+UNEVEN = [[0, 2, 0, 5], [0, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [3, 0, 0, 2]]
+
+
+@pytest.mark.parametrize("padding", ["zero_weight", "mask"])
+@pytest.mark.parametrize("mode", ["on", "off"])
+def test_uneven_and_empty_shards_equal_the_reference(mode: str, padding: str) -> None:
+    results = run_ranks(_run, 4, mode, UNEVEN, {"padding": padding}, silence_s=DEADLINE_S)
+    wanted = Path.MEGA_MOE if mode == "on" else Path.FUSED_MOE
+    assert {result["path"] for result in results} == {wanted}
+    assert all(result["launches"][wanted] == 10 for result in results)
+
+
+def test_same_bits_again() -> None:
+    first = run_ranks(_run, 2, "on", [[3, 1], [1, 0]], {}, silence_s=DEADLINE_S)
+    again = run_ranks(_run, 2, "on", [[3, 1], [1, 0]], {}, silence_s=DEADLINE_S)
+    for one, two in zip(first, again, strict=True):
+        for left, right in zip(one["outputs"], two["outputs"], strict=True):
+            np.testing.assert_array_equal(left, right)
+
+
+def test_too_many_tokens_leave_the_path_on_all_ranks_in_auto() -> None:
+    """V3.1: a prefill larger than the window's capacity, then a small step again."""
+    counts = [[4, 4], [4, 9], [4, 4]]
+    results = run_ranks(_run, 2, "auto", counts, {"max_tokens_per_rank": 8}, silence_s=DEADLINE_S)
+    for result in results:
+        assert result["path"] is Path.MEGA_MOE
+        assert result["launches"] == {Path.MEGA_MOE: 4, Path.FUSED_MOE: 2}
+
+
+def test_too_many_tokens_are_one_error_on_all_ranks_in_on() -> None:
+    with pytest.raises(RanksFailed, match=r"all ranks \[UnsupportedError\].*9 tokens") as caught:
+        run_ranks(_run, 2, "on", [[4, 9]], {"max_tokens_per_rank": 8}, silence_s=DEADLINE_S)
+    assert len(caught.value.errors) == 2
+
+
+@pytest.mark.parametrize("mode", ["on", "off"])
+def test_bad_ids_of_one_rank_are_one_error_on_all_ranks(mode: str) -> None:
+    def bad(context: RankContext) -> None:
+        group = context.init_process_group(DEADLINE_S)
+        config = XmoeConfig.from_mapping({"mode": mode, "step_timeout_s": DEADLINE_S})
+        with MoeRunner.create(SHAPE, config, group=group) as runner:
+            hidden, ids, weights = _batch(context.rank, 2)
+            if context.rank == 1:
+                ids[0, 1] = SHAPE.num_experts
+            runner.layer(_local(context), 0)(hidden, ids, weights)
+
+    with pytest.raises(RanksFailed, match=r"all ranks \[ConfigError\].*row 0, slot 1, id 8"):
+        run_ranks(bad, 2, silence_s=DEADLINE_S)
+
+
+def test_unused_slots_contribute_nothing() -> None:
+    def unused(context: RankContext, mode: str) -> Any:
+        group = context.init_process_group(DEADLINE_S)
+        config = XmoeConfig.from_mapping({"mode": mode, "step_timeout_s": DEADLINE_S})
+        with MoeRunner.create(SHAPE, config, group=group) as runner:
+            hidden, ids, weights = _batch(context.rank, 3)
+            ids[0, 1] = -1
+            ids[2] = -1
+            output = runner.layer(_local(context), 0)(hidden, ids, weights)
+            _check(output, (hidden, ids, weights))
+            assert not output[2].any()
+
+    for mode in ("on", "off"):
+        run_ranks(unused, 2, mode, silence_s=DEADLINE_S)
+
+
+def test_ineligible_model_launches_nothing_fused_and_says_why() -> None:
+    """V2.2: no launch, no window; the one decision is all that is consulted."""
+
+    def create(context: RankContext, mode: str) -> Any:
+        group = context.init_process_group(DEADLINE_S)
+        shape = MoeShape(hidden=1024, intermediate=512, num_experts=8, topk=2, activation="gelu")
+        config = XmoeConfig.from_mapping({"mode": mode, "step_timeout_s": DEADLINE_S})
+        try:
+            with MoeRunner.create(shape, config, group=group) as runner:
+                return runner.decision.path, runner.decision.reasons, runner._resource
+        except UnsupportedError as error:
+            return error.rejections
+
+    for path, reasons, resource in run_ranks(create, 2, "auto", silence_s=DEADLINE_S):
+        assert path is Path.FUSED_MOE and resource is None
+        assert any(reason.startswith("activation") for reason in reasons)
+    assert len(set(run_ranks(create, 2, "on", silence_s=DEADLINE_S))) == 1
+
+
+def test_different_settings_are_a_disagreement_on_all_ranks() -> None:
+    def create(context: RankContext) -> None:
+        group = context.init_process_group(DEADLINE_S)
+        mode = "off" if context.rank else "auto"
+        MoeRunner.create(SHAPE, XmoeConfig.from_mapping({"mode": mode}), group=group)
+
+    with pytest.raises(RanksFailed, match=r"all ranks \[RankDisagreement\].*settings"):
+        run_ranks(create, 2, silence_s=DEADLINE_S)
+
+
+def test_a_skipped_step_is_found_at_the_next_one() -> None:
+    """V5.3."""
+
+    def drift(context: RankContext) -> None:
+        group = context.init_process_group(DEADLINE_S)
+        config = XmoeConfig.from_mapping({"mode": "off", "step_timeout_s": DEADLINE_S})
+        with MoeRunner.create(SHAPE, config, group=group) as runner:
+            if context.rank == 1:
+                runner._sequence += 1  # what an engine's early return amounts to
+            with runner.step(1):
+                pass
+
+    with pytest.raises(RanksFailed, match=r"all ranks \[RankDisagreement\].*different steps"):
+        run_ranks(drift, 2, silence_s=DEADLINE_S)
+
+
+def test_single_rank_without_group_takes_the_split_path() -> None:
+    with MoeRunner.create(SHAPE, XmoeConfig.from_mapping({"mode": "auto"})) as runner:
+        assert runner.decision.path is Path.FUSED_MOE
+        gate_up, down = _weights()
+        batch = _batch(0, 5)
+        _check(runner.layer(ExpertWeights(gate_up, down), 0)(*batch), batch)

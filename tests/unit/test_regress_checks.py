@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each verdict of a regression run turns to FAIL on what it exists to catch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from xmoe.errors import ConfigError
+from xmoe.regress import add_arguments, checks, report
+from xmoe.regress.plan import Plan, expected_answer, plan_from_args
+from xmoe.regress.rank import Capture, RankReport
+from xmoe.regress.stored import StoredExperts
+from xmoe.types import FenceMode
+from xmoe.types import Path as MoePath
+
+PROMPTS = ("123加456等于多少？", "What is 123 plus 456?")
+
+
+def _plan(requests: int = 4, ep_size: int = 2, rounds: int = 2) -> Plan:
+    return Plan(
+        model_dir="",
+        ep_size=ep_size,
+        rounds=rounds,
+        requests=tuple(PROMPTS[i % 2] for i in range(requests)),
+        max_new_tokens=8,
+        paths=(MoePath.FUSED_MOE,),
+        fence=FenceMode.STREAM,
+        step_timeout_s=10.0,
+    )
+
+
+def _reports(plan: Plan) -> list[RankReport]:
+    return [
+        RankReport(
+            rank=rank,
+            ready_s=0.1,
+            outputs={"fused_moe": [[("579", [5, 7, 9])] * plan.waves for _ in range(plan.rounds)]},
+            expert_bytes_read=500,
+            expert_bytes_held=500,
+            decisions={"fused_moe": {}},
+        )
+        for rank in range(plan.ep_size)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [
+        ("123加456等于多少？", "579"),
+        ("What is 123 plus 456?", "579"),
+        ("只回答最终数字：9 + 1", "10"),
+        ("Who wrote this?", None),
+        ("123 and 456", None),
+    ],
+)
+def test_expected_answer(prompt: str, answer: str | None) -> None:
+    assert expected_answer(prompt) == answer
+
+
+def test_requests_go_round_the_ranks_and_the_rest_is_empty() -> None:
+    plan = _plan(requests=3, ep_size=2)
+    assert plan.waves == 2
+    assert [plan.prompt(rank, 1) for rank in range(2)] == [PROMPTS[0], None]
+
+
+def test_equal_right_answers_pass() -> None:
+    plan = _plan()
+    verdicts = checks.check_outputs(plan, _reports(plan))
+    assert [(v.name, v.passed) for v in verdicts] == [("identical", True), ("right", True)]
+    assert verdicts[0].detail.startswith("8/8")
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "failing"),
+    [
+        ("578", [5, 7, 8], {"identical", "right"}),
+        ("579", [5, 7, 9, 1], {"identical"}),
+        ("", [], {"identical", "right"}),
+    ],
+)
+def test_one_deviating_answer_fails(text: str, tokens: list[int], failing: set[str]) -> None:
+    plan = _plan()
+    reports = _reports(plan)
+    reports[1].outputs["fused_moe"][1] = [("579", [5, 7, 9]), (text, tokens)]
+    verdicts = checks.check_outputs(plan, reports)
+    assert {v.name for v in verdicts if not v.passed} == failing
+
+
+def test_same_wrong_answer_everywhere_is_identical_but_not_right() -> None:
+    plan = _plan()
+    reports = _reports(plan)
+    for one in reports:
+        one.outputs["fused_moe"] = [[("500", [5, 0, 0])] * plan.waves] * plan.rounds
+    verdicts = {v.name: v.passed for v in checks.check_outputs(plan, reports)}
+    assert verdicts == {"identical": True, "right": False}
+
+
+def _stored(folder: Path, fused: bool = True) -> StoredExperts:
+    torch.manual_seed(3)
+    gate_up, down = torch.randn(4, 6, 8), torch.randn(4, 8, 3)
+    prefix = "model.language_model.layers.0.mlp.experts."
+    tensors = {prefix + "gate_up_proj": gate_up, prefix + "down_proj": down}
+    if not fused:
+        tensors = {}
+        for expert in range(4):
+            name = f"{prefix}{expert}."
+            tensors[name + "gate_proj.weight"] = gate_up[expert, :3].clone()
+            tensors[name + "up_proj.weight"] = gate_up[expert, 3:].clone()
+            tensors[name + "down_proj.weight"] = down[expert].clone()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"text_config": {"hidden_size": 8}}))
+    return StoredExperts(str(folder))
+
+
+def _capture(stored: StoredExperts, wide: int = 10) -> Capture:
+    rng = np.random.default_rng(5)
+    x = np.zeros((5, wide), np.float32)
+    x[:, :8] = rng.standard_normal((5, 8))
+    ids = np.array([[0, 3], [1, 2], [3, 1], [2, -1], [-1, -1]])
+    weights = rng.random((5, 2)).astype(np.float32)
+    gate_up, down = stored.experts(0, [0, 1, 2, 3])
+    output = np.zeros((5, wide), np.float32)
+    for t, k in np.argwhere(ids >= 0):
+        pre = x[t, :8].astype(np.float64) @ gate_up[ids[t, k]]
+        act = pre[:3] / (1 + np.exp(-pre[:3])) * pre[3:]
+        output[t, :8] += (weights[t, k] * (act @ down[ids[t, k]])).astype(np.float32)
+    return Capture("fused_moe", 0, 0, x, ids, weights, output)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_reference_reads_both_layouts(tmp_path: Path, fused: bool) -> None:
+    stored = _stored(tmp_path, fused)
+    assert stored.total_bytes == 4 * (6 * 8 + 8 * 3) * 4
+    (verdict,) = checks.check_reference([_capture(stored)], stored)
+    assert verdict.passed, verdict.detail
+
+
+def test_reference_catches_a_swapped_row_and_a_dirty_column(tmp_path: Path) -> None:
+    stored = _stored(tmp_path)
+    swapped = _capture(stored)
+    swapped.output[[0, 1]] = swapped.output[[1, 0]]
+    dirty = _capture(stored)
+    dirty.output[2, 9] = 1e-3
+    nan = _capture(stored)
+    nan.output[0, 0] = np.nan
+    for call in (swapped, dirty, nan):
+        (verdict,) = checks.check_reference([call], stored)
+        assert not verdict.passed
+
+
+def test_memory_check_wants_one_share() -> None:
+    plan = _plan()
+    (good,) = checks.check_memory(plan, _reports(plan), 1000)
+    (bad,) = checks.check_memory(plan, _reports(plan), 500)
+    assert (good.passed, bad.passed) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("line", "clean"),
+    [
+        ("loading 123 experts", True),
+        ("error 507035 on stream 0", False),
+        ("EZ9999: inner error", False),
+        ("loss is NaN", False),
+        ("Traceback (most recent call last):", False),
+    ],
+)
+def test_error_scan(tmp_path: Path, line: str, clean: bool) -> None:
+    (tmp_path / "rank-0.log").write_text(line + "\n")
+    assert checks.check_logs(str(tmp_path)).passed is clean
+
+
+def test_released_names_what_is_left() -> None:
+    import os
+
+    alive = checks.check_released(checks.shared_memory_files(), [os.getpid()])
+    assert not alive.passed and str(os.getpid()) in alive.detail
+    assert checks.check_released(checks.shared_memory_files(), []).passed
+
+
+def test_json_is_complete_and_plain() -> None:
+    plan = _plan()
+    verdicts = checks.check_outputs(plan, _reports(plan))
+    document = report.to_json(plan, _reports(plan), verdicts, 1.0)
+    again = json.loads(json.dumps(document))
+    assert again["passed"] is True
+    assert again["outputs"]["fused_moe"] == [["579"] * 4] * 2
+    assert "not the operator's" in again["note"]
+
+
+@pytest.mark.parametrize(
+    "words", [["--rounds", "0"], ["--requests", "-1"], ["--timeout", "0"], ["--prompt", " "]]
+)
+def test_bad_options_are_refused(words: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(ConfigError, match="allowed: "):
+        plan_from_args(parser.parse_args(words))
+
+
+def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(ConfigError, match="no config.json"):
+        plan_from_args(parser.parse_args(["--model", str(tmp_path)]))

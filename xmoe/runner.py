@@ -1,0 +1,411 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place where policy, communication and kernels meet.
+
+    facts of all ranks -> one Decision -> communication resource -> executor -> layers
+
+A MoeRunner serves all MoE layers of one model on one EP group. The path is decided once, before
+the first collective of any layer; a step may leave it only by a rule that looks at numbers equal
+on every rank. Nothing falls back after a launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Protocol
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from xmoe import env
+from xmoe.comm.agree import (
+    agree_success,
+    compare_digest,
+    exchange_step,
+    gather_facts,
+    group_rank,
+    group_size,
+    require_equal,
+)
+from xmoe.comm.resource import MegaMoeCommResource
+from xmoe.comm.resource_core import ResourceSpec, RuntimeDevice
+from xmoe.comm.transport import CollectiveTransport
+from xmoe.config import XmoeConfig
+from xmoe.errors import ConfigError, XmoeError
+from xmoe.executor import Phase, PhaseContext, PhaseKind, StreamExecutor, WorkItem
+from xmoe.kernels.acl.loader import load
+from xmoe.kernels.acl.toolkit import find_toolkit
+from xmoe.kernels.capability import Capability, probe
+from xmoe.kernels.device import Device, HostDevice, InlineDevice
+from xmoe.kernels.ops.fused_moe import expert_mlp
+from xmoe.kernels.ops.mega_moe import MegaMoe
+from xmoe.kernels.ops.routing import check_ids, clean_ids, pad_batch, unpad
+from xmoe.layout import ccl_buffer_bytes_of
+from xmoe.policy.decision import Decision
+from xmoe.policy.facts import Facts, merge_facts
+from xmoe.policy.profiles import profile_named, soc_family
+from xmoe.policy.select import select
+from xmoe.types import ExpertWeights, Mode, MoeShape, Path, TokenBatch
+
+
+class MoeLayer(Protocol):
+    """The routed experts of one layer, over all ranks of the group.
+
+    hidden_states [T, H] model dtype, topk_ids [T, K] int32 or int64 global ids (-1 = slot unused),
+    topk_weights [T, K] float -> [T, H] in the dtype and of the length of the input, memory of its
+    own. T may be 0 and may differ between ranks. The shared expert is not included. COLLECTIVE.
+    """
+
+    def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor: ...
+
+
+class MoeRunner:
+    """Runs a model's MoE layers on the decided path. Make one with `create`; `close` it.
+
+    Attributes:
+        decision: what was decided, with every check.
+        shape: the model's MoE layers.
+        config: the effective settings.
+        capability: what the probe found on this rank; empty in mode off, which probes nothing.
+        launches: layer calls so far by path.
+    """
+
+    def __init__(
+        self,
+        shape: MoeShape,
+        config: XmoeConfig,
+        group: ProcessGroup | None,
+        decision: Decision,
+        capability: Capability,
+    ) -> None:
+        self.shape = shape
+        self.config = config
+        self.decision = decision
+        self.capability = capability
+        self.launches = dict.fromkeys(Path, 0)
+        self._group = group
+        self._rank = group_rank(group)
+        self._sequence = 0
+        self._counts: tuple[int, ...] | None = None
+        self._closers = contextlib.ExitStack()
+        self._layers = contextlib.ExitStack()
+        self._closed = False
+
+    @classmethod
+    def create(
+        cls,
+        shape: MoeShape,
+        config: XmoeConfig | None = None,
+        *,
+        group: ProcessGroup | None = None,
+        device: RuntimeDevice | None = None,
+        role: str = "main",
+    ) -> MoeRunner:
+        """Gather facts, decide, and build what the decided path needs. COLLECTIVE.
+
+        Args:
+            shape: equal on all ranks.
+            config: equal on all ranks; None reads the environment.
+            group: the EP group, which must accept CPU tensors; None for a single rank.
+            device: None makes one over the toolkit that is found, when the path needs it.
+            role: models that run concurrently on one group need different roles.
+
+        Raises:
+            RankDisagreement: shape or settings differ between ranks.
+            UnsupportedError: mode on and a check rejects; the same on every rank, nothing was
+            built. ConfigError, CommError, LibraryError, AclError: on every rank.
+        """
+        config = XmoeConfig.resolve() if config is None else config
+        timeout_s = config.step_timeout_s
+        require_equal(group, "MoeRunner", {"shape": shape, "settings": config.digest()}, timeout_s)
+        capability = Capability()
+        if config.mode is not Mode.OFF:
+            capability = probe(abi_variant=config.abi_variant)
+        own = _local_facts(config, capability, group_size(group))
+        facts = merge_facts(gather_facts(group, own, timeout_s))
+        decision = select(config.mode, facts, shape, config.profile)
+        compare_digest(group, decision.digest(), "decision", timeout_s)
+        runner = cls(shape, config, group, decision, capability)
+        try:
+            runner._build(device, role)
+        except BaseException:
+            runner._closers.close()
+            raise
+        return runner
+
+    def _build(self, device: RuntimeDevice | None, role: str) -> None:
+        config = self.config
+        self._transport = CollectiveTransport(
+            self._group,
+            self.shape.num_experts,
+            validate_ids=config.validate_ids,
+            timeout_s=config.step_timeout_s,
+        )
+        self._resource: MegaMoeCommResource | None = None
+        if self.decision.path is not Path.MEGA_MOE:
+            inline: Device = device if device is not None else InlineDevice()
+            executor = StreamExecutor(inline, timeout_s=config.step_timeout_s)
+            self._executor = self._closers.enter_context(executor)
+            return
+        device = self._open_device(device)
+        assert self.decision.profile is not None
+        profile = profile_named(self.decision.profile)
+        spec = ResourceSpec(
+            shape=self.shape,
+            capacity=config.max_tokens_per_rank,
+            role=role,
+            fence=config.fence,
+            soc_family=profile.soc_family,
+            ccl_buffer_mb=config.ccl_buffer_mb,
+            flag_min_bytes=profile.flag_min_bytes,
+            fence_timeout_s=config.fence_timeout_s,
+            step_timeout_s=config.step_timeout_s,
+        )
+        resource = MegaMoeCommResource.acquire(self._group, device, spec)
+        self._resource = self._closers.enter_context(resource)
+        self._device = device
+        executor = StreamExecutor(
+            device, timeout_s=config.step_timeout_s, translate=resource.translate
+        )
+        # Closed in reverse: executor (drains), layers' descriptors, resource, device.
+        self._closers.enter_context(self._layers)
+        self._executor = self._closers.enter_context(executor)
+
+    def _open_device(self, device: RuntimeDevice | None) -> RuntimeDevice:
+        """The caller's device, or one of our own; all ranks learn of a rank that has none."""
+        error: Exception | None = None
+        if device is None:
+            try:
+                made = HostDevice(load(find_toolkit()))
+                device = self._closers.enter_context(made)
+            except XmoeError as caught:
+                error = caught
+        agree_success(self._group, "device", error, self.config.step_timeout_s)
+        assert device is not None
+        return device
+
+    def layer(self, weights: ExpertWeights, index: int) -> MoeLayer:
+        """A layer over this rank's experts, on the decided path. Local.
+
+        Args:
+            weights: gate_up [L, H, 2I], down [L, I, H]; held, not copied.
+            index: for reports and errors.
+        """
+        self._refuse_if_closed()
+        fused = None
+        if self._resource is not None:
+            with self._device.bind():
+                fused = MegaMoe(
+                    self._device.runtime,
+                    self._resource.handle,
+                    weights,
+                    self.shape.num_experts,
+                    self._resource.workspace,
+                    symbols=self._device.runtime.require_mega_moe(self.config.abi_variant),
+                    activation=self.shape.activation,
+                    activation_clamp=self.shape.activation_clamp,
+                )
+            self._layers.callback(fused.close)
+        return _Layer(self, weights, index, fused)
+
+    @contextlib.contextmanager
+    def step(self, num_tokens: int) -> Iterator[tuple[int, ...]]:
+        """One step of the engine: every layer call inside brings `num_tokens` rows. COLLECTIVE.
+
+        One small host collective a step instead of one a layer. Yields all ranks' token counts.
+        Every rank takes part in every step, with 0 when it has nothing.
+
+        Raises:
+            RankDisagreement: a rank skipped a step; raised on every rank, naming it.
+        """
+        self._refuse_if_closed()
+        self._counts = self._exchange(num_tokens)
+        try:
+            yield self._counts
+        finally:
+            self._counts = None
+
+    def close(self) -> None:
+        """Drain, then release layers, executor, communication resource and device. Twice is
+        harmless.
+
+        COLLECTIVE after a good run, local after a failure.
+        """
+        self._closed = True
+        self._closers.close()
+
+    def __enter__(self) -> MoeRunner:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def identity(self) -> str:
+        """What runs MegaMoe here, for reports."""
+        found = self.capability
+        return found.identity or (
+            f"{found.soc} (CANN {found.cann_version})" if found.soc else "none"
+        )
+
+    def _exchange(self, num_tokens: int) -> tuple[int, ...]:
+        self._sequence += 1
+        return exchange_step(
+            self._group, num_tokens, self._sequence, timeout_s=self.config.step_timeout_s
+        )
+
+    def _counts_now(self, num_tokens: int) -> tuple[int, ...]:
+        """All ranks' token counts: those of the step, or exchanged here for one layer alone."""
+        self._refuse_if_closed()
+        return self._counts if self._counts is not None else self._exchange(num_tokens)
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise XmoeError(
+                "MoeRunner is closed; allowed: use before close(); next: create a new one on "
+                "every rank"
+            )
+
+
+class _Layer:
+    """One MoE layer on both paths over the same weights; see MoeLayer."""
+
+    def __init__(
+        self, runner: MoeRunner, weights: ExpertWeights, index: int, fused: MegaMoe | None
+    ) -> None:
+        self._runner = runner
+        self._weights = weights
+        self._index = index
+        self._fused = fused
+
+    def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        runner = self._runner
+        batch = TokenBatch(hidden_states, topk_ids, topk_weights)
+        num_tokens = hidden_states.shape[0] if hidden_states.dim() else 0
+        counts = runner._counts_now(num_tokens)
+        step = runner.decision.for_step(counts)
+        runner.launches[step.path] += 1
+        if step.path is Path.MEGA_MOE:
+            announced = counts[runner._rank]
+            return self._run_fused(self._prepared(batch, announced), step.rows_per_rank)
+        return self._run_split(batch)
+
+    def _prepared(self, batch: TokenBatch, announced: int) -> TokenBatch:
+        """The batch in the operator's types, or one error on all ranks before anything is
+        launched.
+        """
+        runner = self._runner
+        problem = _problem(batch, runner.shape, announced, runner.config.validate_ids)
+        if runner.config.validate_ids == "checked":
+            what = f"layer {self._index}, before the launch"
+            agree_success(runner._group, what, problem, runner.config.step_timeout_s)
+        elif problem is not None:
+            raise problem
+        return clean_ids(batch, runner.shape.num_experts)[0]
+
+    def _run_fused(self, batch: TokenBatch, rows: int) -> Tensor:
+        """MegaMoe as one compute phase on its resource's channel."""
+        runner, fused, resource = self._runner, self._fused, self._runner._resource
+        assert fused is not None and resource is not None
+        padded = pad_batch(batch, rows, runner.config.padding, num_experts=runner.shape.num_experts)
+
+        def compute(context: PhaseContext) -> None:
+            launch = resource.launch(
+                context.stream, lambda stream: fused.launch(padded.batch, stream, padded.mask)
+            )
+            context.keep(launch)
+            context.values["output"] = launch.hidden_states
+
+        phase = Phase(PhaseKind.COMPUTE, resource.channel, compute)
+        ticket = runner._executor.submit(WorkItem("mega_moe", self._index, (phase,)))
+        output: Tensor = ticket.result()["output"]
+        return unpad(output, padded)
+
+    def _run_split(self, batch: TokenBatch) -> Tensor:
+        """FusedMoE as recv (dispatch), compute (grouped product) and send (combine)."""
+        runner, shape, transport = self._runner, self._runner.shape, self._runner._transport
+
+        def recv(context: PhaseContext) -> None:
+            context.values["received"] = transport.dispatch(batch)
+
+        def compute(context: PhaseContext) -> None:
+            tokens, counts, handle = context.values.pop("received")
+            expert_out = expert_mlp(
+                tokens,
+                counts.tolist(),
+                self._weights,
+                activation=shape.activation,
+                clamp=shape.activation_clamp,
+                layout=shape.gate_up_layout,
+                deterministic=runner.config.deterministic,
+            )
+            context.values["computed"] = (expert_out, handle)
+
+        def send(context: PhaseContext) -> None:
+            context.values["output"] = transport.combine(*context.values.pop("computed"))
+
+        phases = (
+            Phase(PhaseKind.RECV, "fused_moe", recv),
+            Phase(PhaseKind.COMPUTE, "experts", compute),
+            Phase(PhaseKind.SEND, "fused_moe", send),
+        )
+        ticket = runner._executor.submit(WorkItem("fused_moe", self._index, phases))
+        output: Tensor = ticket.result()["output"]
+        return output
+
+
+def _problem(
+    batch: TokenBatch, shape: MoeShape, announced: int, validate_ids: str
+) -> Exception | None:
+    """Why this rank's batch can't be launched; found without talking to anybody."""
+    hidden, ids, weights = batch.hidden_states, batch.topk_ids, batch.topk_weights
+    fits = (
+        tuple(hidden.shape) == (announced, shape.hidden)
+        and tuple(ids.shape) == (announced, shape.topk)
+        and ids.shape == weights.shape
+        and str(hidden.dtype) == f"torch.{shape.dtype}"
+        and not ids.dtype.is_floating_point
+        and weights.dtype.is_floating_point
+    )
+    if not fits:
+        return ConfigError(
+            f"hidden_states {list(hidden.shape)} {hidden.dtype}, topk_ids {list(ids.shape)} "
+            f"{ids.dtype}, "
+            f"topk_weights {list(weights.shape)} {weights.dtype}; allowed: [{announced}, "
+            f"{shape.hidden}] "
+            f"{shape.dtype}, [{announced}, {shape.topk}] integer, [{announced}, {shape.topk}] "
+            "float "
+            f"({announced} tokens were announced for this step); next: correct the engine's batch"
+        )
+    if validate_ids == "checked":
+        found = check_ids(ids, shape.num_experts)
+        if found:
+            return ConfigError(found.sentence(shape.num_experts))
+    return None
+
+
+def _local_facts(config: XmoeConfig, found: Capability, ep_size: int) -> Facts:
+    """This rank's facts. The buffer is the one the communicator will be asked for."""
+    buffer_bytes = None
+    if config.mode is not Mode.OFF:
+        buffer_mb = config.ccl_buffer_mb or env.get("HCCL_BUFFSIZE")
+        family = soc_family(found.soc) or "A3"
+        buffer_bytes = ccl_buffer_bytes_of(int(buffer_mb or 0), family)
+    return Facts(
+        soc=found.soc,
+        cann_version=found.cann_version,
+        vendor_version=found.vendor_version,
+        abi_variant=found.abi_variant,
+        ep_size=ep_size,
+        max_tokens_per_rank=config.max_tokens_per_rank,
+        library_problem=found.library_problem,
+        comm_problem=found.comm_problem,
+        ccl_buffer_bytes=buffer_bytes,
+        config_digest=config.digest(),
+    )
