@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the toolkit and its vendor chain. Looks at files and environment values only.
+
+Everything is read again at each call: a platform's start-up code may extend
+ASCEND_CUSTOM_OPP_PATH after this package was imported. The results are frozen and hashable, so
+that caches keyed by them follow the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from xmoe import env
+from xmoe.errors import ConfigError
+from xmoe.kernels.acl.problems import Code, Problem
+
+SOFTWARE_ROOT = Path(__file__).parent.parent / "softdev" / "ascend"
+"""The software device's tree, laid out as CANN lays out its own."""
+
+DEVICES = ("auto", "soft", "cann")
+VENDOR_LIBRARY = Path("op_api") / "lib" / "libcust_opapi.so"
+BUILTIN_LIBRARIES = ("libopapi_transformer.so", "libopapi.so")
+"""Operator front ends inside the toolkit, newest layout first."""
+
+_LIB_DIRS = ("lib64", "aarch64-linux/lib64", "x86_64-linux/lib64", "runtime/lib64", "hccl/lib64")
+
+
+@dataclass(frozen=True)
+class VendorDir:
+    """One entry of the vendor chain, in priority order.
+
+    `library` is where its operator front end has to be; the file may be missing.
+    `found_via` is the step that named it. `builtin` marks the toolkit's own libraries.
+    """
+
+    path: Path
+    found_via: str
+    library: Path
+    builtin: bool = False
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """An entry of the search that was passed over, with the reason."""
+
+    entry: str
+    found_via: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """A toolkit and its vendor chain at one moment.
+
+    `kind` is how it was chosen ("cann", "soft" or "explicit"), `found_via` the step that named the
+    root. Nothing may decide on `kind`: it is for reports.
+    """
+
+    root: Path
+    kind: str
+    found_via: str
+    lib_dirs: tuple[Path, ...]
+    opp_dir: Path
+    vendor_dirs: tuple[VendorDir, ...]
+    skipped: tuple[Skipped, ...] = ()
+
+
+@dataclass(frozen=True)
+class SearchStep:
+    """One place where a toolkit root may be named."""
+
+    name: str
+    kind: str
+    value: str | None
+
+
+def find_toolkit(
+    device: str | None = None,
+    *,
+    root: str | os.PathLike[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Toolkit:
+    """The toolkit to use, and its vendor chain as the environment stands now. Local.
+
+    Args:
+        device: "auto", "soft" or "cann"; None reads XMOE_DEVICE (default "auto"). "auto" takes a
+            CANN named by the environment, and the software device when none is named.
+        root: an explicit toolkit folder; wins over everything.
+        environ: the environment to read; None means the process's.
+
+    Raises:
+        ConfigError: `device` is none of the three.
+        LibraryNotFound: no folder named by a step is a toolkit. A CANN that is named but broken is
+            an error: it never becomes the software device by itself.
+    """
+    steps = _steps(device, root, environ)
+    tried = []
+    for step in steps:
+        if not step.value:
+            tried.append(f"{step.name}: not set")
+            continue
+        folder = Path(step.value).expanduser().absolute()
+        lib_dirs = tuple(folder / d for d in _LIB_DIRS if (folder / d).is_dir())
+        if any((d / "libascendcl.so").exists() for d in lib_dirs):
+            opp_dir = _opp_dir(folder, step.kind, environ)
+            chain, skipped = vendor_chain(opp_dir, lib_dirs, environ)
+            return Toolkit(folder, step.kind, step.name, lib_dirs, opp_dir, chain, skipped)
+        tried.append(f"{step.name}: {folder} has no lib64/libascendcl.so ({describe(folder)})")
+        if step.kind != "soft":
+            break
+    problem = Problem(Code.TOOLKIT_MISSING, f"no toolkit found. Tried {'; '.join(tried)}")
+    raise problem.error()
+
+
+def _steps(
+    device: str | None, root: str | os.PathLike[str] | None, environ: Mapping[str, str] | None
+) -> tuple[SearchStep, ...]:
+    if root is not None:
+        return (SearchStep("explicit path", "explicit", os.fspath(root)),)
+    origin = "device argument"
+    if device is None:
+        device, origin = env.text("XMOE_DEVICE", environ) or "auto", "XMOE_DEVICE"
+    if device not in DEVICES:
+        raise ConfigError(
+            f"{origin}={device!r} is not a device; allowed: {', '.join(DEVICES)}; "
+            f"unset it for 'auto'"
+        )
+    soft = SearchStep("software device tree", "soft", str(SOFTWARE_ROOT))
+    if device == "soft":
+        return (SearchStep(f"{origin}=soft: software device tree", "soft", str(SOFTWARE_ROOT)),)
+    cann = tuple(
+        SearchStep(name, "cann", env.text(name, environ))
+        for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+    )
+    return cann if device == "cann" else (*cann, soft)
+
+
+def _opp_dir(root: Path, kind: str, environ: Mapping[str, str] | None) -> Path:
+    """The operator package folder; ASCEND_OPP_PATH belongs to a CANN only."""
+    named = env.text("ASCEND_OPP_PATH", environ)
+    if kind == "cann" and named and Path(named).is_dir():
+        return Path(named).absolute()
+    return root / "opp"
+
+
+def vendor_chain(
+    opp_dir: Path, lib_dirs: tuple[Path, ...], environ: Mapping[str, str] | None = None
+) -> tuple[tuple[VendorDir, ...], tuple[Skipped, ...]]:
+    """Vendors in priority order, and the entries passed over.
+
+    Source: ops-transformer 9.1.0 cmake/scripts/custom/install.sh and set_env.bash (order, colon
+    separated list with a trailing colon, comma separated load_priority).
+    """
+    chain: list[VendorDir] = []
+    skipped: list[Skipped] = []
+    seen: dict[str, str] = {}
+
+    def add(entry: str, path: Path, via: str) -> None:
+        real = os.path.realpath(path)
+        if not path.is_dir():
+            reason = "is a file" if path.exists() else "does not exist"
+            skipped.append(Skipped(entry, via, reason))
+        elif real in seen:
+            skipped.append(Skipped(entry, via, f"already in the chain from {seen[real]}"))
+        else:
+            seen[real] = via
+            chain.append(VendorDir(path, via, path / VENDOR_LIBRARY))
+
+    via = "ASCEND_CUSTOM_OPP_PATH"
+    value = env.text(via, environ)
+    for entry in value.split(":") if value else ():
+        if entry.strip():
+            add(entry, Path(entry.strip()).absolute(), via)
+        else:
+            skipped.append(Skipped(entry, via, "empty entry"))
+    via = "opp/vendors/config.ini"
+    names, reason = _load_priority(opp_dir / "vendors" / "config.ini")
+    if reason:
+        skipped.append(Skipped(str(opp_dir / "vendors" / "config.ini"), via, reason))
+    for name in names:
+        if name.strip():
+            add(name, opp_dir / "vendors" / name.strip(), via)
+        else:
+            skipped.append(Skipped(name, via, "empty entry"))
+    for folder in lib_dirs:
+        for name in BUILTIN_LIBRARIES:
+            if (folder / name).exists() and not any(v.builtin for v in chain):
+                chain.append(VendorDir(folder, "built-in", folder / name, builtin=True))
+    return tuple(chain), tuple(skipped)
+
+
+def _load_priority(path: Path) -> tuple[list[str], str]:
+    """(vendor names, reason when there are none). A missing file is normal."""
+    if not path.exists():
+        return [], ""
+    try:
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
+    except OSError as error:
+        return [], f"cannot be read: {error}"
+    for line in text.splitlines():
+        key, equals, value = line.partition("=")
+        if equals and key.strip().lower() == "load_priority":
+            return value.split(","), ""
+    return [], "has no load_priority line"
+
+
+def describe(folder: Path, limit: int = 8) -> str:
+    """What a folder holds, for messages about a file that is not in it."""
+    if not folder.exists():
+        nearest = folder.parent
+        while not nearest.exists() and nearest != nearest.parent:
+            nearest = nearest.parent
+        return f"folder does not exist; {nearest} is the nearest that does"
+    if not folder.is_dir():
+        return "it is a file"
+    try:
+        names = sorted(p.name for p in folder.iterdir())
+    except OSError as error:
+        return f"folder cannot be listed: {error}"
+    if not names:
+        return "folder is empty"
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"folder holds {', '.join(names[:limit])}{more}"

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides whether MegaMoe's two symbols can be used, and names the one reason when not.
+
+The rule: the vendor of MegaMoe is the first entry of the chain and provides both symbols from one
+file. Other vendors may stand behind it, but MegaMoe is never taken from them: the operator's front
+end and its kernels are found by two separate searches, which agree only for the first entry.
+The toolkit's built-in library counts when no vendor of the chain exports either symbol.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xmoe.kernels.acl import elf
+from xmoe.kernels.acl.libraries import LoadedLibrary, open_library
+from xmoe.kernels.acl.problems import Code, Problem
+from xmoe.kernels.acl.provenance import Provenance, check_provenance
+from xmoe.kernels.acl.toolkit import Toolkit, VendorDir, describe
+from xmoe.kernels.acl.variants import RELEASES, VARIANTS, Variant, find_variant
+from xmoe.kernels.acl.versions import OPERATOR_FILE, parse_version, read_info, read_version_text
+
+LAUNCH_SYMBOL = "aclnnMegaMoe"
+WORKSPACE_SYMBOL = "aclnnMegaMoeGetWorkspaceSize"
+SYMBOLS = (LAUNCH_SYMBOL, WORKSPACE_SYMBOL)
+
+
+@dataclass(frozen=True)
+class ChainEntry:
+    """What the report says of one vendor: its file, the MegaMoe symbols in it, and a verdict."""
+
+    vendor: VendorDir
+    version: str
+    symbols: tuple[str, ...]
+    verdict: str
+
+
+@dataclass(frozen=True)
+class MegaMoeSymbols:
+    """The two verified functions. Valid as long as the process lives: libraries are never closed.
+
+    Addresses are plain integers. `variant` is None when neither a pin nor the package tells it;
+    such symbols are never called.
+    """
+
+    variant: Variant | None
+    variant_source: str
+    workspace_addr: int
+    launch_addr: int
+    provenance: tuple[Provenance, Provenance]
+    vendor: VendorDir
+    vendor_version: str
+    library: LoadedLibrary
+
+
+def inspect_chain(toolkit: Toolkit) -> tuple[ChainEntry, ...]:
+    """What each vendor of the chain holds. Reads files; opens no library. Local."""
+    entries = []
+    for position, vendor in enumerate(toolkit.vendor_dirs):
+        info = elf.inspect(vendor.library, SYMBOLS) if vendor.library.exists() else None
+        symbols = tuple(s for s in SYMBOLS if info is not None and s in info.defined)
+        if info is None:
+            verdict = f"no {vendor.library.name}"
+        elif info.problem:
+            verdict = info.problem
+        elif len(symbols) == 2:
+            verdict = "provides MegaMoe" if position == 0 or vendor.builtin else "shadowed"
+        elif symbols:
+            verdict = f"only {symbols[0]}"
+        else:
+            verdict = "no MegaMoe symbols"
+        entries.append(ChainEntry(vendor, vendor_version(toolkit, vendor), symbols, verdict))
+    return tuple(entries)
+
+
+def vendor_version(toolkit: Toolkit, vendor: VendorDir) -> str:
+    """The operator package's version as its file spells it, or an empty string."""
+    if vendor.builtin:
+        return read_version_text(toolkit.root / OPERATOR_FILE)
+    return read_version_text(vendor.path / "version.info")
+
+
+def choose_variant(
+    toolkit: Toolkit, vendor: VendorDir, pinned: str | None
+) -> tuple[Variant | None, str]:
+    """(variant, how it is known). A pin wins; then the package's own statement; then its release.
+
+    `mega_moe_abi` in the vendor's version.info is this project's own convention, used by its
+    software device. A vendor's release number counts only where public source shows the variant.
+
+    Raises:
+        ConfigError: the pinned id cannot be called.
+    """
+    if pinned is not None:
+        return find_variant(pinned), "pinned by abi_variant"
+    file = vendor.path / "version.info"
+    stated = "" if vendor.builtin else read_info(file).get("mega_moe_abi", "")
+    if stated in VARIANTS:
+        return VARIANTS[stated], f"mega_moe_abi in {file}"
+    if stated:
+        return None, f"mega_moe_abi={stated!r} in {file} is no callable variant"
+    version = parse_version(vendor_version(toolkit, vendor))
+    if version is not None:
+        for release, variant_id in RELEASES.items():
+            if parse_version(release) == version:
+                return find_variant(variant_id), f"operator package release {version}"
+    return None, f"operator package version {vendor_version(toolkit, vendor) or 'unknown'!r}"
+
+
+def select_vendor(chain: tuple[ChainEntry, ...]) -> ChainEntry | Problem:
+    """The entry whose library MegaMoe must come from, by what the files say."""
+    if not chain:
+        return Problem(Code.FILE_MISSING, "the vendor chain is empty: no operator library")
+    having = [entry for entry in chain if entry.symbols]
+    first = chain[0]
+    if not first.symbols and having and having[0].vendor.builtin:
+        return having[0]
+    if first.symbols or not having:
+        if len(first.symbols) == 1:
+            missing = next(s for s in SYMBOLS if s not in first.symbols)
+            other = next((e for e in chain[1:] if missing in e.symbols), None)
+            if other is not None:
+                return Problem(
+                    Code.MIXED_FILES,
+                    f"{first.symbols[0]} is in {first.vendor.library} but {missing} only in "
+                    f"{other.vendor.library}",
+                )
+        # With no symbol anywhere, the first vendor that has a library at all explains most.
+        present = next((e for e in chain if e.vendor.library.exists()), first)
+        return first if first.symbols else present
+    return Problem(
+        Code.WRONG_VENDOR,
+        f"MegaMoe's vendor must be the first of the chain; {first.vendor.path} is first and "
+        f"provides neither {LAUNCH_SYMBOL} nor {WORKSPACE_SYMBOL} ({first.verdict}), "
+        f"{having[0].vendor.library} does but stands behind it",
+    )
+
+
+def resolve_mega_moe(
+    native: Any, toolkit: Toolkit, pinned: str | None = None, expected_vendor: str | None = None
+) -> MegaMoeSymbols | Problem:
+    """Find, load and verify MegaMoe's two symbols, or say why not. Local.
+
+    Args:
+        native: the native module.
+        toolkit: the toolkit with the vendor chain of this moment.
+        pinned: ABI variant set by configuration.
+        expected_vendor: folder name or path of the vendor to insist on.
+    """
+    chain = inspect_chain(toolkit)
+    entry = select_vendor(chain)
+    if isinstance(entry, Problem):
+        return entry
+    vendor = entry.vendor
+    if expected_vendor is not None and expected_vendor not in (vendor.path.name, str(vendor.path)):
+        return Problem(
+            Code.WRONG_VENDOR, f"the chain's vendor is {vendor.path}, expected {expected_vendor!r}"
+        )
+    opened = open_library(native, vendor.library, vendor.found_via)
+    if isinstance(opened, Problem):
+        return opened
+    handle, library = opened
+    bound = _bind(native, handle, vendor.library)
+    if isinstance(bound, Problem):
+        return bound
+    for problem in (*(p.problem for p in bound[1]), _rival_copy(native, library)):
+        if problem is not None:
+            return problem
+    addresses, provenance = bound
+    variant, source = choose_variant(toolkit, vendor, pinned)
+    return MegaMoeSymbols(
+        variant,
+        source,
+        int(native.ffi.cast("uintptr_t", addresses[WORKSPACE_SYMBOL])),
+        int(native.ffi.cast("uintptr_t", addresses[LAUNCH_SYMBOL])),
+        provenance,
+        vendor,
+        entry.version,
+        library,
+    )
+
+
+def _bind(
+    native: Any, handle: Any, path: Path
+) -> tuple[dict[str, Any], tuple[Provenance, Provenance]] | Problem:
+    """Look both symbols up through the handle and check where they come from."""
+    addresses = {}
+    for symbol in SYMBOLS:
+        address = native.lib.xm_dlsym(handle, symbol.encode(), native.ffi.NULL, 0)
+        if address != native.ffi.NULL:
+            addresses[symbol] = address
+    if not addresses:
+        return Problem(
+            Code.NO_SYMBOLS,
+            f"{path} exports neither {LAUNCH_SYMBOL} nor {WORKSPACE_SYMBOL}; "
+            f"{describe(path.parent)}",
+        )
+    if len(addresses) == 1:
+        only_launch = LAUNCH_SYMBOL in addresses
+        missing = WORKSPACE_SYMBOL if only_launch else LAUNCH_SYMBOL
+        code = Code.ONLY_LAUNCH_SYMBOL if only_launch else Code.ONLY_WORKSPACE_SYMBOL
+        return Problem(code, f"{path} exports {next(iter(addresses))} but lacks {missing}")
+    launch, workspace = (check_provenance(native, s, addresses[s], path) for s in SYMBOLS)
+    return addresses, (launch, workspace)
+
+
+def _rival_copy(native: Any, library: LoadedLibrary) -> Problem | None:
+    """Another loaded file of the same name that defines MegaMoe as well.
+
+    Both would register the same operator type with the framework; which one then runs is chance.
+    A companion vendor's file without MegaMoe is no rival.
+    """
+    for path in library.other_copies:
+        if elf.inspect(path, SYMBOLS).defined:
+            return Problem(
+                Code.LOADED_ELSEWHERE,
+                f"{library.path} is the verified library, but {os.fspath(path)} with MegaMoe "
+                f"symbols is loaded in this process too",
+            )
+    return None

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine can do, as one plain value for policy and reports.
+
+The probe never raises: whatever goes wrong becomes a named problem with its text. Nothing is read
+or opened at import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from xmoe.errors import LibraryError
+from xmoe.kernels.acl import loader, toolkit, vendor, versions
+from xmoe.kernels.acl.problems import Code, Problem
+from xmoe.kernels.acl.status import REPEAT_INITIALIZE
+
+_NOT_LIBRARY = {Code.COMM_SYMBOL_MISSING, Code.SOC_UNKNOWN, Code.VERSION_UNKNOWN}
+
+
+@dataclass(frozen=True)
+class SymbolOrigin:
+    """Where one symbol comes from; see `xmoe.kernels.acl.provenance`."""
+
+    symbol: str
+    resolved_path: str | None
+    global_path: str | None
+    expected_path: str
+    ok: bool
+
+
+@dataclass(frozen=True)
+class Capability:
+    """Facts of this process and its toolkit. JSON-able through `to_dict`; None means not known.
+
+    problems   (code, text) of everything that keeps MegaMoe from running here, most basic first
+    warnings   sentences about things that look odd and do no harm by themselves
+    identity   the software device's name for itself; None on a vendor's CANN. For reports only
+    """
+
+    toolkit_root: str | None = None
+    toolkit_kind: str | None = None
+    found_via: str | None = None
+    soc: str | None = None
+    cann_version: str | None = None
+    vendor: str | None = None
+    vendor_version: str | None = None
+    abi_variant: str | None = None
+    variant_source: str | None = None
+    mega_moe: bool = False
+    origins: tuple[SymbolOrigin, ...] = ()
+    missing_comm_symbols: tuple[str, ...] = ()
+    identity: str | None = None
+    problems: tuple[tuple[str, str], ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def available(self) -> bool:
+        """Whether nothing stands in the way of MegaMoe on this rank."""
+        return self.mega_moe and not self.problems
+
+    @property
+    def library_problem(self) -> str | None:
+        """The "code: text" of the first problem with toolkit, vendor or symbols; None when fine."""
+        codes = {c.value for c in _NOT_LIBRARY}
+        return next((f"{c}: {t}" for c, t in self.problems if c not in codes), None)
+
+    @property
+    def comm_problem(self) -> str | None:
+        """The "code: text" of a missing communication symbol; None when fine."""
+        wanted = Code.COMM_SYMBOL_MISSING.value
+        return next((f"{c}: {t}" for c, t in self.problems if c == wanted), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, lists and scalars."""
+        return asdict(self)
+
+
+def probe(
+    device: str | None = None,
+    *,
+    abi_variant: str | None = None,
+    root: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Capability:
+    """Find out. Local; binds no device and allocates nothing. Looks again at each call.
+
+    Args:
+        device: as `find_toolkit`; None reads XMOE_DEVICE.
+        abi_variant: ABI variant pinned by configuration, or None.
+        root: an explicit toolkit folder.
+        environ: the environment to read; None means the process's.
+    """
+    found: dict[str, Any] = {}
+    problems: list[Problem] = []
+    try:
+        _probe(found, problems, device, abi_variant, root, environ)
+    except LibraryError as error:
+        problems.append(_from_error(error))
+    except Exception as error:  # whatever a half-installed machine throws means "not available"
+        problems.append(Problem(Code.PROBE_FAILED, f"{type(error).__name__}: {error}"))
+    return Capability(**found, problems=tuple((p.code.value, p.text) for p in problems))
+
+
+def _probe(
+    found: dict[str, Any],
+    problems: list[Problem],
+    device: str | None,
+    abi_variant: str | None,
+    root: str | None,
+    environ: Mapping[str, str] | None,
+) -> None:
+    kit = toolkit.find_toolkit(device, root=root, environ=environ)
+    found.update(toolkit_root=str(kit.root), toolkit_kind=kit.kind, found_via=kit.found_via)
+    report = versions.toolkit_version(kit.root)
+    found["warnings"] = report.warnings
+    if report.version is None:
+        problems.append(Problem(Code.VERSION_UNKNOWN, "; ".join(report.warnings)))
+    else:
+        found["cann_version"] = str(report.version)
+    runtime = loader.load(kit)
+    found["identity"] = runtime.identity
+    found["soc"] = soc_name(runtime)
+    if found["soc"] is None:
+        problems.append(Problem(Code.SOC_UNKNOWN, "aclrtGetSocName returned no name"))
+    _probe_mega_moe(found, problems, runtime, abi_variant)
+    missing = runtime.missing_comm_symbols()
+    found["missing_comm_symbols"] = missing
+    if missing:
+        reasons = runtime.hccl.missing()
+        why = sorted({reasons[s] for s in missing if s in reasons})
+        problems.append(
+            Problem(Code.COMM_SYMBOL_MISSING, f"{', '.join(missing)}: {'; '.join(why)}")
+        )
+
+
+def _probe_mega_moe(
+    found: dict[str, Any], problems: list[Problem], runtime: loader.Runtime, pinned: str | None
+) -> None:
+    symbols = runtime.find_mega_moe(pinned)
+    if isinstance(symbols, Problem):
+        problems.append(symbols)
+        return
+    found["mega_moe"] = True
+    found["vendor"] = str(symbols.vendor.path)
+    found["vendor_version"] = symbols.vendor_version or None
+    found["variant_source"] = symbols.variant_source
+    found["origins"] = tuple(
+        SymbolOrigin(p.symbol, p.resolved_path, p.global_path, p.expected_path, p.ok)
+        for p in symbols.provenance
+    )
+    if symbols.variant is not None:
+        found["abi_variant"] = symbols.variant.id
+    else:
+        problems.append(
+            Problem(
+                Code.VARIANT_UNKNOWN,
+                f"{symbols.library.path} exports {vendor.WORKSPACE_SYMBOL}, but its ABI variant "
+                f"is not known ({symbols.variant_source})",
+            )
+        )
+
+
+def soc_name(runtime: loader.Runtime) -> str | None:
+    """The chip's name as the runtime gives it, or None. May initialise the runtime (no device)."""
+    acl, ffi = runtime.acl, runtime.ffi
+    if not acl.has("aclrtGetSocName"):
+        return None
+    name = acl.aclrtGetSocName()
+    if name == ffi.NULL:
+        # Some releases answer only after initialisation. A second one is harmless.
+        if acl.aclInit(ffi.NULL) not in (0, REPEAT_INITIALIZE):
+            return None
+        name = acl.aclrtGetSocName()
+    return None if name == ffi.NULL else str(ffi.string(name).decode())
+
+
+def _from_error(error: LibraryError) -> Problem:
+    """The problem inside a loader's error; its text starts with the code in brackets."""
+    text = str(error)
+    if text.startswith("["):
+        code, _, rest = text[1:].partition("] ")
+        if code in {c.value for c in Code}:
+            return Problem(Code(code), rest)
+    return Problem(Code.PROBE_FAILED, text)
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """Whether a Python module can be used, with the original error text when not."""
+
+    name: str
+    available: bool
+    error: str = ""
+
+
+_states: dict[str, ModuleState] = {}
+_states_lock = threading.Lock()
+
+
+def module_state(name: str) -> ModuleState:
+    """Import a device module if it is there. Never raises; the same answer at each call. Local.
+
+    Finding a module's spec says nothing: a package can be found and still fail to load its
+    libraries, so it is really imported. A second import of a half-loaded package may even succeed,
+    so the first answer stands for the process.
+    """
+    with _states_lock:
+        state = _states.get(name)
+        if state is None:
+            state = _states[name] = _import_state(name)
+        return state
+
+
+def _import_state(name: str) -> ModuleState:
+    try:
+        module = importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        return ModuleState(name, False, f"{type(error).__name__}: {error}")
+    if getattr(module, "__file__", None) is None:
+        # A bare folder imports as a namespace and holds nothing.
+        return ModuleState(name, False, f"{name} is an empty folder, not an installed package")
+    return ModuleState(name, True)

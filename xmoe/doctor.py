@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`xmoe doctor`: which libraries would be used, where each symbol comes from, what would be chosen.
+
+Exit codes: 0 the chain is valid, 1 it is not, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from dataclasses import asdict
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from xmoe import __version__, env, layout
+from xmoe.config import XmoeConfig
+from xmoe.errors import LibraryError, UnsupportedError
+from xmoe.kernels import capability
+from xmoe.kernels.acl import libraries, loader, toolkit, vendor, versions
+from xmoe.kernels.acl.problems import REMEDIES, Code
+from xmoe.policy.facts import Facts
+from xmoe.policy.select import select
+from xmoe.types import MoeShape
+
+if TYPE_CHECKING:
+    from rich.tree import Tree
+
+EXAMPLE_SHAPES = {
+    "Qwen3.5-35B-A3B": MoeShape(hidden=2048, intermediate=512, num_experts=256, topk=8),
+    "shipped example": MoeShape(hidden=1024, intermediate=512, num_experts=32, topk=4),
+}
+SOFTWARE_SENTENCE = "software device: nothing here was run on an NPU"
+_PLAIN_WIDTH = 160
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `xmoe doctor`."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a tree")
+    parser.add_argument("--device", choices=toolkit.DEVICES, help="instead of XMOE_DEVICE")
+    parser.add_argument("--ep", default=8, metavar="N", help="EP size of the example (default 8)")
+
+
+def collect(device: str | None = None, ep_size: int = 8) -> dict[str, Any]:
+    """The whole report as plain values. Local; loads the libraries a launch would use."""
+    config = XmoeConfig.resolve()
+    found = capability.probe(device, abi_variant=config.abi_variant)
+    problems = [
+        {"code": code, "text": text, "remedy": REMEDIES[Code(code)]}
+        for code, text in found.problems
+    ]
+    return {
+        "valid": found.available,
+        "problems": problems,
+        "warnings": list(found.warnings),
+        "versions": _package_versions(),
+        "device": {
+            "kind": "software device" if found.identity else "vendor CANN",
+            "identity": found.identity,
+            "note": SOFTWARE_SENTENCE if found.identity else "",
+            "soc": found.soc,
+        },
+        **_toolkit_report(device),
+        "mega_moe": {
+            "usable": found.mega_moe,
+            "vendor": found.vendor,
+            "vendor_version": found.vendor_version,
+            "abi_variant": found.abi_variant,
+            "variant_source": found.variant_source,
+            "origins": [asdict(origin) for origin in found.origins],
+        },
+        "comm": {
+            "needed": list(libraries.COMM_SYMBOLS),
+            "missing": list(found.missing_comm_symbols),
+        },
+        "policy": {
+            name: _decision(config, found, shape, ep_size) for name, shape in EXAMPLE_SHAPES.items()
+        },
+    }
+
+
+def _package_versions() -> dict[str, str | None]:
+    """Installed versions from package metadata; importing torch would take seconds."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "xmoe": __version__}
+    for name in ("torch", "transformers", "torch_npu", "cann_ops_transformer"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _toolkit_report(device: str | None) -> dict[str, Any]:
+    """Toolkit, version files, vendor chain and loaded libraries; empty when there is no toolkit."""
+    try:
+        kit = toolkit.find_toolkit(device)
+    except LibraryError as error:
+        return {
+            "toolkit": {"root": None, "error": str(error)},
+            "vendor_chain": [],
+            "skipped": [],
+            "libraries": [],
+            "interposed": [],
+        }
+    report = versions.toolkit_version(kit.root)
+    loaded: list[dict[str, Any]] = []
+    interposed: list[dict[str, str]] = []
+    try:
+        runtime = loader.load(kit)
+    except LibraryError:
+        pass  # the capability names it
+    else:
+        runtime.find_mega_moe()
+        for lib in runtime.libraries:
+            loaded.append(
+                {
+                    "name": lib.name,
+                    "path": str(lib.path),
+                    "found_via": lib.found_via,
+                    "already_loaded": lib.already_loaded,
+                    "other_copies": [str(p) for p in lib.other_copies],
+                }
+            )
+        shadows = loader.interposed_functions(runtime)
+        interposed = [{"function": name, "file": file} for name, file in shadows]
+    return {
+        "toolkit": {
+            "root": str(kit.root),
+            "kind": kit.kind,
+            "found_via": kit.found_via,
+            "version": None if report.version is None else str(report.version),
+            "version_files": [{"file": f, "version": v} for f, v in report.found],
+        },
+        "vendor_chain": [
+            {
+                "path": str(entry.vendor.path),
+                "library": str(entry.vendor.library),
+                "found_via": entry.vendor.found_via,
+                "version": entry.version or None,
+                "symbols": list(entry.symbols),
+                "verdict": entry.verdict,
+            }
+            for entry in vendor.inspect_chain(kit)
+        ],
+        "skipped": [asdict(entry) for entry in kit.skipped],
+        "libraries": loaded,
+        "interposed": interposed,
+    }
+
+
+def _decision(
+    config: XmoeConfig, found: capability.Capability, shape: MoeShape, ep_size: int
+) -> dict[str, Any]:
+    """What would be chosen for a shape on this machine, and why."""
+    buffer_mb = config.ccl_buffer_mb or int(env.get("HCCL_BUFFSIZE") or 0)
+    facts = Facts(
+        soc=found.soc,
+        cann_version=found.cann_version,
+        vendor_version=found.vendor_version,
+        abi_variant=found.abi_variant,
+        ep_size=ep_size,
+        max_tokens_per_rank=config.max_tokens_per_rank,
+        library_problem=found.library_problem,
+        comm_problem=found.comm_problem,
+        ccl_buffer_bytes=layout.ccl_buffer_bytes_of(buffer_mb),
+        assumed=("ranks", "ccl_buffer_bytes"),
+    )
+    base = {"shape": asdict(shape), "ep_size": ep_size, "mode": config.mode.value}
+    try:
+        decision = select(config.mode, facts, shape, config.profile)
+    except UnsupportedError as error:
+        return {**base, "path": None, "reasons": list(error.rejections)}
+    return {**base, "path": decision.path.value, "reasons": list(decision.reasons)}
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the report; 0 when the chain is valid, else 1."""
+    ep_size = int(env.parse_as(env.integer(1), "--ep", args.ep, "correct the command line"))
+    report = collect(args.device, ep_size)
+    if args.json:
+        json.dump(report, sys.stdout, indent=2)
+        print()
+    else:
+        print_tree(report)
+    return 0 if report["valid"] else 1
+
+
+def print_tree(report: dict[str, Any]) -> None:
+    """Print a report for people."""
+    from rich.console import Console
+
+    wide = None if sys.stdout.isatty() else _PLAIN_WIDTH
+    Console(width=wide, highlight=False).print(_tree(report))
+
+
+def _tree(report: dict[str, Any]) -> Tree:
+    from rich.text import Text
+    from rich.tree import Tree
+
+    def add(parent: Tree, text: str, style: str = "") -> Tree:
+        return parent.add(Text(text, style=style))  # Text: paths may hold brackets
+
+    ok = report["valid"]
+    root = Tree(Text(f"xmoe doctor: {'valid' if ok else 'NOT VALID'}", "green" if ok else "red"))
+    for problem in report["problems"]:
+        node = add(root, f"{problem['code']}: {problem['text']}", "red")
+        add(node, f"next step: {problem['remedy']}")
+    for warning in report["warnings"]:
+        add(root, f"warning: {warning}", "yellow")
+    packages = [f"{n} {v or 'not installed'}" for n, v in report["versions"].items()]
+    add(root, ", ".join(packages))
+    _add_device(add, root, report)
+    _add_chain(add, root, report)
+    node = add(root, "policy")
+    for name, choice in report["policy"].items():
+        title = f"{name} at EP{choice['ep_size']}, mode {choice['mode']}: "
+        entry = add(node, title + (choice["path"] or "error"))
+        for reason in choice["reasons"]:
+            add(entry, reason)
+    return root
+
+
+def _add_device(add: Any, root: Tree, report: dict[str, Any]) -> None:
+    device, kit = report["device"], report["toolkit"]
+    if kit["root"] is None:
+        add(root, f"toolkit: none ({kit['error']})")
+        return
+    node = add(root, f"toolkit {kit['root']} (found via {kit['found_via']})")
+    add(node, f"version {kit['version'] or 'unknown'}")
+    for file in kit["version_files"]:
+        add(node, f"{file['version']} in {file['file']}")
+    title = f"device: {device['identity'] or device['kind']}, SoC {device['soc'] or 'unknown'}"
+    node = add(root, title)
+    if device["note"]:
+        add(node, device["note"], "yellow")
+    node = add(root, "libraries")
+    for lib in report["libraries"]:
+        extra = ", already loaded by someone else" if lib["already_loaded"] else ""
+        entry = add(node, f"{lib['name']}: {lib['path']} (via {lib['found_via']}{extra})")
+        for copy in lib["other_copies"]:
+            add(entry, f"also loaded: {copy}", "yellow")
+    for shadow in report["interposed"]:
+        add(node, f"{shadow['function']} is shadowed by {shadow['file']}", "yellow")
+
+
+def _add_chain(add: Any, root: Tree, report: dict[str, Any]) -> None:
+    node = add(root, "vendor chain")
+    for place, entry in enumerate(report["vendor_chain"], 1):
+        version = entry["version"] or "unknown"
+        item = add(node, f"{place}. {entry['path']} (via {entry['found_via']}, version {version})")
+        add(item, entry["verdict"])
+    for entry in report["skipped"]:
+        add(node, f"skipped {entry['entry']!r} ({entry['found_via']}): {entry['reason']}")
+    mega_moe = report["mega_moe"]
+    variant = mega_moe["abi_variant"] or "unknown"
+    source = mega_moe["variant_source"] or "no symbols"
+    node = add(root, f"MegaMoe: ABI variant {variant} ({source})")
+    for origin in mega_moe["origins"]:
+        elsewhere = origin["global_path"] or "nothing"
+        item = add(node, f"{origin['symbol']} from {origin['resolved_path']}")
+        add(item, f"process-wide look-up finds {elsewhere}; {'ok' if origin['ok'] else 'NOT OK'}")
+    missing = report["comm"]["missing"]
+    count = len(report["comm"]["needed"])
+    comm = f"{len(missing)} of {count} missing: {', '.join(missing)}" if missing else f"all {count}"
+    add(root, f"communication symbols: {comm}")
