@@ -20,8 +20,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the regression described by the options. Returns the exit code."""
     plan = plan_from_args(args)
     # Imported here, once: the ranks are forked from this process and inherit it.
+    from xmoe.models.qwen3_5.engine_transformers import preload
     from xmoe.regress.rank import run_rank
 
+    preload()
     with tempfile.TemporaryDirectory(prefix="xmoe-regress-") as folder:
         plan = replace(plan, log_dir=folder)
         _announce(plan)

@@ -115,9 +115,9 @@ def plan_from_args(args: argparse.Namespace) -> Plan:
 
 
 def _model_dir(given: str | None) -> Path:
-    from xmoe.models.checkpoints import default_checkpoint
+    from xmoe.models.qwen3_5 import shipped_checkpoint
 
-    folder = Path(given) if given else default_checkpoint()
+    folder = Path(given) if given else shipped_checkpoint()
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"--model {folder}: no config.json there; allowed: a Hugging Face checkpoint directory "

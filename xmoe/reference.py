@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routed part of a MoE layer in float64: the oracle both product paths are compared with.
+
+It shares no code with them and imports numpy only. It has no rounding mode on purpose: an oracle
+that imitates a kernel's rounding would agree with that kernel's mistakes. How far a bf16 path may
+be from it is stated by `bf16_error_bound` and `BF16_ROW_TOLERANCE` instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Float64 = npt.NDArray[np.float64]
+
+#: Unit roundoff of bfloat16: 8 bits of significand, round to nearest.
+BF16_ROUNDOFF = 2.0**-9
+
+#: Unit roundoff of float32.
+FP32_ROUNDOFF = 2.0**-24
+
+#: Accepted max |y - reference| of one token, relative to max |reference| of that token, for paths
+#: that multiply bf16 by bf16, add in float32 and store each stage in bf16.
+#:
+#: An expert's output passes four bf16 roundings in a row (first product, activation, second
+#: product, final sum), each at most 2**-9 relative to the value rounded. The errors of the I
+#: intermediate values are independent, so their sum over I grows as its square root, like a sum of
+#: terms of mixed sign does: relative to the row they stay near 2**-9 each. If all four fell the
+#: same way the row would be off by 4 * 2**-9 = 2**-7; cancellation between the K experts of a token
+#: can make the row smaller than its terms, for which a factor of two is left. This is a judgement
+#: for ordinary values, not a proof (`bf16_error_bound` is one). A wrong index is off by about 1.
+BF16_ROW_TOLERANCE = 2.0**-6
+
+
+def moe_reference(
+    x: Array,
+    topk_ids: Array,
+    topk_weights: Array,
+    gate_up: Array,
+    down: Array,
+    activation_clamp: float | None = None,
+) -> Float64:
+    """Computes `y[t] = sum_k w[t, k] * (silu(gate) * up) @ down[e]`, float64, k rising. Local.
+
+    Args:
+        x: [T, H] tokens; any real dtype, read as float64.
+        topk_ids: [T, K] integer ids of experts; -1 = slot unused, contributes nothing.
+        topk_weights: [T, K].
+        gate_up: [E, H, 2I]; columns [0, I) are the gate, [I, 2I) the up projection.
+        down: [E, I, H].
+        activation_clamp: c > 0 bounds gate to (-inf, c] and up to [-c, c]; None or 0 = no bound.
+
+    Returns:
+        y [T, H] float64, a new array.
+
+    Raises:
+        ValueError: shapes do not fit together, or an id is outside -1..E-1.
+    """
+    tokens, ids, weights, experts = _checked(x, topk_ids, topk_weights, gate_up, down)
+    y = np.zeros(tokens.shape, dtype=np.float64)
+    hidden_by_expert = _outputs_by_expert(tokens, ids, experts, gate_up, down, activation_clamp)
+    for k in range(ids.shape[1]):
+        for expert, (rows, outputs) in hidden_by_expert.items():
+            chosen = ids[rows, k] == expert
+            y[rows[chosen]] += weights[rows[chosen], k, None] * outputs[chosen]
+    return y
+
+
+def tokens_per_expert(topk_ids: Array, num_experts: int) -> npt.NDArray[np.int64]:
+    """Counts the slots that name each expert: [E] int64. Slots of -1 count nowhere. Local."""
+    ids = np.asarray(topk_ids).reshape(-1)
+    return np.bincount(ids[ids >= 0], minlength=num_experts).astype(np.int64)
+
+
+def row_errors(y: Array, reference: Array) -> Float64:
+    """Returns max |y - reference| / max |reference| of each row, [T] float64. Local.
+
+    A row whose reference is all zero gives 0 when `y` is zero too and infinity otherwise; a NaN in
+    `y` gives infinity, so that `<=` with a tolerance is a complete check.
+    """
+    got = np.asarray(y, dtype=np.float64)
+    want = np.asarray(reference, dtype=np.float64)
+    if got.shape != want.shape:
+        raise ValueError(
+            f"y has shape {got.shape}, the reference {want.shape}; both must be [T, H] of one batch"
+        )
+    difference = np.nan_to_num(np.abs(got - want), nan=np.inf, posinf=np.inf).max(axis=1, initial=0)
+    scale = np.abs(want).max(axis=1, initial=0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = difference / scale
+    return np.where(difference == 0, 0.0, np.where(scale == 0, np.inf, relative))
+
+
+def bf16_error_bound(
+    x: Array,
+    topk_ids: Array,
+    topk_weights: Array,
+    gate_up: Array,
+    down: Array,
+    activation_clamp: float | None = None,
+) -> Float64:
+    """Returns a bound on |y - reference| of each element, [T, H] float64, never exceeded. Local.
+
+    For paths that multiply bf16 inputs, add in float32 in any order and round to bf16 after the
+    first product, the activation, the second product and the weighted sum. Arguments as for
+    `moe_reference`. With u = 2**-9 and v = 2**-24:
+
+    - first product g: |dg| <= u|g| + H v (|x| @ |W1|)
+    - silu has slope at most 1.1, and both halves are read after rounding:
+      |da| <= 1.1 |dgate| (|up| + |dup|) + |silu(gate)| |dup| + (u + 8v) |a|, where 8v is the
+      activation's own float32 arithmetic; a clamp never enlarges a difference
+    - second product r: |dr| <= |da| @ |W2| + I v (|a| @ |W2|) + u|r|
+    - sum: |dy| <= sum_k |w| |dr| + K v sum_k |w r| + u|y|
+
+    Second-order terms are covered by a factor 1 + 2**-6. Errors that cancel are not counted as
+    such, so the bound is several times wider than what is seen; `BF16_ROW_TOLERANCE` is the sharper
+    everyday limit.
+    """
+    tokens, ids, weights, experts = _checked(x, topk_ids, topk_weights, gate_up, down)
+    u, v = BF16_ROUNDOFF, FP32_ROUNDOFF
+    hidden, topk = tokens.shape[1], ids.shape[1]
+    inter = np.asarray(down).shape[1]
+    bound = np.zeros(tokens.shape, dtype=np.float64)
+    magnitude = np.zeros(tokens.shape, dtype=np.float64)
+    for expert in experts:
+        rows, slots = np.nonzero(ids == expert)
+        if rows.size == 0:
+            continue
+        w1 = np.asarray(gate_up[expert], dtype=np.float64)
+        w2 = np.abs(np.asarray(down[expert], dtype=np.float64))
+        first = tokens[rows] @ w1
+        d_first = u * np.abs(first) + hidden * v * (np.abs(tokens[rows]) @ np.abs(w1))
+        gate, up = _clamped(first[:, :inter], first[:, inter:], activation_clamp)
+        d_gate, d_up = d_first[:, :inter], d_first[:, inter:]
+        act = _silu(gate) * up
+        d_act = 1.1 * d_gate * (np.abs(up) + d_up) + np.abs(_silu(gate)) * d_up
+        d_act += (u + 8 * v) * np.abs(act)
+        out = np.abs(act @ np.asarray(down[expert], dtype=np.float64))
+        d_out = d_act @ w2 + inter * v * (np.abs(act) @ w2) + u * out
+        scale = np.abs(weights[rows, slots, None])
+        np.add.at(bound, rows, scale * (d_out + topk * v * out))
+        np.add.at(magnitude, rows, scale * out)
+    return np.asarray((bound + u * (magnitude + bound)) * (1 + 2.0**-6), dtype=np.float64)
+
+
+def _outputs_by_expert(
+    tokens: Float64,
+    ids: npt.NDArray[np.int64],
+    experts: range,
+    gate_up: Array,
+    down: Array,
+    clamp: float | None,
+) -> dict[int, tuple[npt.NDArray[np.intp], Float64]]:
+    """For each expert in use: the rows that name it and its output for each of them."""
+    result = {}
+    for expert in experts:
+        rows = np.nonzero((ids == expert).any(axis=1))[0]
+        if rows.size == 0:
+            continue
+        w2 = np.asarray(down[expert], dtype=np.float64)
+        first = tokens[rows] @ np.asarray(gate_up[expert], dtype=np.float64)
+        gate, up = _clamped(first[:, : w2.shape[0]], first[:, w2.shape[0] :], clamp)
+        result[expert] = (rows, np.asarray((_silu(gate) * up) @ w2, dtype=np.float64))
+    return result
+
+
+def _silu(value: Float64) -> Float64:
+    with np.errstate(over="ignore"):  # exp(-value) may be inf: value / inf = 0 is the right limit
+        return np.asarray(value / (1.0 + np.exp(-value)), dtype=np.float64)
+
+
+def _clamped(gate: Float64, up: Float64, clamp: float | None) -> tuple[Float64, Float64]:
+    if not clamp:
+        return gate, up
+    return np.minimum(gate, clamp), np.clip(up, -clamp, clamp)
+
+
+def _checked(
+    x: Array, topk_ids: Array, topk_weights: Array, gate_up: Array, down: Array
+) -> tuple[Float64, npt.NDArray[np.int64], Float64, range]:
+    tokens = np.asarray(x, dtype=np.float64)
+    ids = np.asarray(topk_ids).astype(np.int64)
+    weights = np.asarray(topk_weights, dtype=np.float64)
+    shapes = (tokens.shape, ids.shape, weights.shape, gate_up.shape, down.shape)
+    fits = (
+        [len(shape) for shape in shapes] == [2, 2, 2, 3, 3]
+        and ids.shape == weights.shape
+        and ids.shape[0] == tokens.shape[0]
+        and gate_up.shape[0] == down.shape[0]
+        and gate_up.shape[1] == down.shape[2] == tokens.shape[1]
+        and gate_up.shape[2] == 2 * down.shape[1]
+    )
+    if not fits:
+        raise ValueError(
+            "shapes x, topk_ids, topk_weights, gate_up, down = "
+            f"{', '.join(str(shape) for shape in shapes)} do not fit together; "
+            "wanted [T, H], [T, K], [T, K], [E, H, 2I], [E, I, H]"
+        )
+    num_experts = gate_up.shape[0]
+    if ids.size and (ids.min() < -1 or ids.max() >= num_experts):
+        raise ValueError(
+            f"topk_ids holds {ids.min()}..{ids.max()}; allowed are -1 (unused) and "
+            f"0..{num_experts - 1}"
+        )
+    return tokens, ids, weights, range(num_experts)
