@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only the software device has: the readiness probe, the abort word, counters, kernel traces
+and the timed test kernel. For gates, probes, tests and benchmarks; no operator library on an NPU
+exports these, and `available()` says so. Times are this machine's, never an operator's."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from xmoe.errors import CommError
+from xmoe.kernels.ops.cam.binding import CamLibrary
+from xmoe.kernels.ops.cam.topology import CamAsyncTopology, require
+
+_TRACE_BYTES = 32 + 32 + 8 + 4 * 4 + 8 * 4
+
+
+@dataclass(frozen=True)
+class CamCounters:
+    """One rank's counters in one group. The violations are what hardware never reports."""
+
+    credit_violations: int
+    order_violations: int
+    overlap_violations: int
+    outstanding: int
+
+
+@dataclass(frozen=True)
+class KernelTrace:
+    """One kernel's run, CLOCK_MONOTONIC nanoseconds.
+
+    start..cores: waiting for cores; cores..ready: spinning for a peer with the cores held;
+    ready..end: work. `tag` is the layer, or what the caller gave a timed kernel.
+    """
+
+    op: str
+    group: str
+    tag: int
+    device: int
+    vector_cores: int
+    cube_cores: int
+    status: int
+    start_ns: int
+    cores_ns: int
+    ready_ns: int
+    end_ns: int
+
+
+class SoftCam:
+    """The software device's own functions."""
+
+    def __init__(self, library: CamLibrary, *, shared_expert: bool = False) -> None:
+        self._library = library
+        self._shared = int(shared_expert)
+
+    @staticmethod
+    def available(library: CamLibrary) -> bool:
+        """Whether `library` belongs to the software device."""
+        return library.has("xsdCamDispatchReady")
+
+    def ready(self, topology: CamAsyncTopology, group: str) -> int:
+        """Attention groups with a dispatch waiting in this rank's window. Host only; no cores.
+
+        Raises:
+            CommError: the group was aborted, or does not exist here.
+        """
+        t = topology
+        count = self._library.plain("xsdCamDispatchReady")(
+            group.encode(),
+            t.max_seq_len,
+            t.hidden,
+            t.topk,
+            t.attn_size,
+            t.experts_per_rank + self._shared,
+            t.tp_size,
+            int(t.dynamic_quant),
+        )
+        if count == -2:
+            raise CommError(
+                f"group {group!r} was aborted (state {self.abort_state(group):#x}); allowed: a "
+                f"healthy group; close it and create a new communicator"
+            )
+        if count < 0:
+            raise CommError(
+                f"group {group!r} has no window for {t}; allowed: the name of a communicator of "
+                f"this process with a large enough buffer; create it first"
+            )
+        return int(count)
+
+    def abort(self, group: str, reason: int = 1) -> None:
+        """Release all kernels of the group that spin or wait for cores, on every rank. Terminal."""
+        require("reason", reason, 1 <= reason <= 0xFFFF, "1 to 65535", "choose another")
+        if self._library.plain("xsdCamAbort")(group.encode(), reason) != 0:
+            raise CommError(f"group {group!r} is unknown in this process; nothing was aborted")
+
+    def abort_state(self, group: str) -> int:
+        """0 = healthy, else (reason << 16) | (aborting rank + 1); -1 = unknown group."""
+        return int(self._library.plain("xsdCamAbortState")(group.encode()))
+
+    def counters(self, group: str) -> CamCounters:
+        """This rank's counters in `group`."""
+        values = self._library.ffi.new("uint32_t[4]")
+        if self._library.plain("xsdCamCounters")(group.encode(), values) != 0:
+            raise CommError(f"group {group!r} is unknown in this process; create it first")
+        return CamCounters(*(int(v) for v in values))
+
+    def free_cores(self, device: int) -> tuple[int, int]:
+        """(vector, cube) cores that no kernel of this process holds on `device` now."""
+        values = self._library.ffi.new("uint32_t[2]")
+        self._library.plain("xsdCamFreeCores")(device, values, values + 1)
+        return int(values[0]), int(values[1])
+
+    def trace(self, on: bool) -> None:
+        """Start or stop recording kernels of this process."""
+        self._library.plain("xsdCamTraceEnable")(int(on))
+
+    def read_trace(self, capacity: int = 4096) -> list[KernelTrace]:
+        """Take up to `capacity` recorded kernels, in the order in which they ended."""
+        ffi = self._library.ffi
+        buffer = ffi.new("char[]", _TRACE_BYTES * capacity)
+        dropped = ffi.new("uint64_t*")
+        read = self._library.plain("xsdCamTraceRead")
+        count = read(ffi.cast("void*", buffer), capacity, dropped)
+        if dropped[0]:
+            raise CommError(f"{dropped[0]} trace entries were lost; read the trace more often")
+        data = bytes(ffi.buffer(buffer, _TRACE_BYTES * count))
+        return [_entry(data[i : i + _TRACE_BYTES]) for i in range(0, len(data), _TRACE_BYTES)]
+
+    def timed_kernel(
+        self,
+        *,
+        stream: int,
+        microseconds: int,
+        vector_cores: int = 0,
+        cube_cores: int = 0,
+        tag: int = -1,
+        rows: Tensor | None = None,
+        scales: Tensor | None = None,
+        tokens_per_expert: Tensor | None = None,
+        out: Tensor | None = None,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        """TEST KERNEL: hold cores for a time. With rows [R, H] and out [R, H]: row r of local
+        expert e (by `tokens_per_expert`, int64) becomes row * (alpha + beta * e), int8 rows times
+        their scale; rows beyond the counts are left alone. Asynchronous."""
+        args = (rows, scales, tokens_per_expert, vector_cores, cube_cores, microseconds, tag)
+        self._library.launch("aclnnXsdTimedKernel", (*args, alpha, beta, out), stream)
+
+
+def _entry(data: bytes) -> KernelTrace:
+    op, group, tag, *rest = struct.unpack("32s32sq4I4Q", data)
+    text = (op.split(b"\0")[0].decode(), group.split(b"\0")[0].decode())
+    return KernelTrace(*text, tag, *rest)
