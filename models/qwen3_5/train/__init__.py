@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training of the small checkpoint that ships with the project."""
