@@ -11,11 +11,11 @@ import importlib
 import importlib.util
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from xmoe.errors import LibraryError
-from xmoe.kernels.acl import loader, toolkit, vendor, versions
+from xmoe.errors import ConfigError, LibraryError
+from xmoe.kernels.acl import loader, toolkit, versions
 from xmoe.kernels.acl.problems import Code, Problem
 from xmoe.kernels.acl.status import REPEAT_INITIALIZE
 
@@ -39,6 +39,8 @@ class Capability:
 
     problems   (code, text) of everything that keeps MegaMoe from running here, most basic first
     warnings   sentences about things that look odd and do no harm by themselves
+    variant_witnesses   what pin, metadata and return-code probe say of the ABI variant
+    callable_variants   those this installation has compiled calls for
     identity   the software device's name for itself; None on a vendor's CANN. For reports only
     """
 
@@ -51,6 +53,8 @@ class Capability:
     vendor_version: str | None = None
     abi_variant: str | None = None
     variant_source: str | None = None
+    variant_witnesses: Mapping[str, str | None] = field(default_factory=dict)
+    callable_variants: tuple[str, ...] = ()
     mega_moe: bool = False
     origins: tuple[SymbolOrigin, ...] = ()
     missing_comm_symbols: tuple[str, ...] = ()
@@ -101,6 +105,9 @@ def probe(
         _probe(found, problems, device, abi_variant, root, environ)
     except LibraryError as error:
         problems.append(_from_error(error))
+    except ConfigError as error:
+        # A pinned variant that cannot be called, K for one: not a matter of the machine.
+        problems.append(Problem(Code.VARIANT_UNKNOWN, str(error)))
     except Exception as error:  # whatever a half-installed machine throws means "not available"
         problems.append(Problem(Code.PROBE_FAILED, f"{type(error).__name__}: {error}"))
     return Capability(**found, problems=tuple((p.code.value, p.text) for p in problems))
@@ -124,6 +131,7 @@ def _probe(
         found["cann_version"] = str(report.version)
     runtime = loader.load(kit)
     found["identity"] = runtime.identity
+    found["callable_variants"] = runtime.callable_variants()
     found["soc"] = soc_name(runtime)
     if found["soc"] is None:
         problems.append(Problem(Code.SOC_UNKNOWN, "aclrtGetSocName returned no name"))
@@ -153,16 +161,17 @@ def _probe_mega_moe(
         SymbolOrigin(p.symbol, p.resolved_path, p.global_path, p.expected_path, p.ok)
         for p in symbols.provenance
     )
+    said = symbols.identified
+    found["variant_witnesses"] = {
+        "pin": said.pinned,
+        "metadata": said.metadata,
+        "metadata_source": said.metadata_source,
+        "probe": str(said.probe),
+    }
     if symbols.variant is not None:
         found["abi_variant"] = symbols.variant.id
-    else:
-        problems.append(
-            Problem(
-                Code.VARIANT_UNKNOWN,
-                f"{symbols.library.path} exports {vendor.WORKSPACE_SYMBOL}, but its ABI variant "
-                f"is not known ({symbols.variant_source})",
-            )
-        )
+    if said.problem is not None:
+        problems.append(said.problem)
 
 
 def soc_name(runtime: loader.Runtime) -> str | None:

@@ -164,6 +164,7 @@ def _decision(
         library_problem=found.library_problem,
         comm_problem=found.comm_problem,
         ccl_buffer_bytes=layout.ccl_buffer_bytes_of(buffer_mb),
+        callable_variants=found.callable_variants,
         assumed=("ranks", "ccl_buffer_bytes"),
     )
     base = {"shape": asdict(shape), "ep_size": ep_size, "mode": config.mode.value}

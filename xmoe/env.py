@@ -170,6 +170,26 @@ VARIABLES: tuple[Variable, ...] = (
         "abi_variant",
     ),
     Variable(
+        "XMOE_ABI_PROBE",
+        "auto: the ABI variant is checked by return codes, in a child process. "
+        "off: configuration and package metadata are taken at their word",
+        choice("auto", "off"),
+        "auto",
+    ),
+    Variable(
+        "XMOE_ABI_PROBE_TIMEOUT_S",
+        "after which a probe of the ABI variant counts as hung",
+        seconds(),
+        20.0,
+    ),
+    Variable(
+        "XMOE_ABI_CACHE",
+        "folder, writable by its owner only, where probe results are kept per library file; "
+        "not set: for the process only",
+        PATH,
+        None,
+    ),
+    Variable(
         "XMOE_VALIDATE_IDS",
         "checked: expert ids are tested for range and duplicates before each launch",
         choice("checked", "unchecked"),
@@ -304,6 +324,20 @@ def settings(environ: Mapping[str, str] | None = None) -> dict[str, tuple[Scalar
         if value is not None:
             found[row.setting] = (value, row.name)
     return found
+
+
+def at_process_start(name: str) -> str | None:
+    """A variable's text when this process started, whatever was set since; None if unset then.
+
+    Linux keeps it; where it cannot be read the answer is None too.
+    """
+    try:
+        with open("/proc/self/environ", "rb") as file:
+            entries = file.read().split(b"\0")
+    except OSError:
+        return None
+    prefix = os.fsencode(name) + b"="
+    return next((os.fsdecode(e[len(prefix) :]) for e in entries if e.startswith(prefix)), None)
 
 
 def markdown_table() -> str:

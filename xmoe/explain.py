@@ -20,6 +20,7 @@ from xmoe.config import XmoeConfig
 from xmoe.errors import ConfigError
 from xmoe.models.qwen3_5.config import layer_types, read_config, shape_from_config
 from xmoe.models.qwen3_5.widen import plan_widening, widened_shape
+from xmoe.kernels.acl.variants import VARIANTS
 from xmoe.policy import explain as text
 from xmoe.policy.decision import Check, Decision
 from xmoe.policy.facts import Facts
@@ -149,6 +150,7 @@ def _facts(
         ep_size=ep_size,
         max_tokens_per_rank=config.max_tokens_per_rank,
         ccl_buffer_bytes=layout.ccl_buffer_bytes_of(buffer_mb),
+        callable_variants=tuple(VARIANTS),
         config_digest=config.digest(),
         assumed=tuple(sorted(assumed)),
     )

@@ -407,5 +407,6 @@ def _local_facts(config: XmoeConfig, found: Capability, ep_size: int) -> Facts:
         library_problem=found.library_problem,
         comm_problem=found.comm_problem,
         ccl_buffer_bytes=buffer_bytes,
+        callable_variants=found.callable_variants,
         config_digest=config.digest(),
     )

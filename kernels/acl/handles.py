@@ -30,11 +30,23 @@ _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 
 
 class OwnedHandle:
-    """One vendor object that this process has to give back."""
+    """One vendor object that this process has to give back.
+
+    Any thread may close it, and of many that do only one gives it back. Using it while another
+    thread closes it is the caller's mistake.
+    """
+
+    _handle: Any = None
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self._handle: Any = None
+
+    def _take(self) -> Any:
+        """The vendor object for the one caller that gets it, None for all others.
+
+        dict.pop is one step, so two threads never get the same object.
+        """
+        return self.__dict__.pop("_handle", None)
 
     @property
     def closed(self) -> bool:
@@ -44,9 +56,10 @@ class OwnedHandle:
     @property
     def pointer(self) -> Any:
         """The cffi pointer, valid until `close`."""
-        if self._handle is None:
+        handle = self._handle
+        if handle is None:
             raise ConfigError(f"{type(self).__name__} is closed; keep it open until its last use")
-        return self._handle
+        return handle
 
     @property
     def handle(self) -> int:
@@ -59,7 +72,7 @@ class OwnedHandle:
         Raises:
             AclError: the vendor refuses; the object counts as closed all the same.
         """
-        handle, self._handle = self._handle, None
+        handle = self._take()
         if handle is not None:
             self._release(handle)
 
@@ -302,8 +315,9 @@ class TensorDesc(OwnedHandle):
 
     def release_to_owner(self) -> Any:
         """Hand the vendor object to a new owner, which destroys it. This one counts as closed."""
-        pointer = self.pointer
-        self._handle = None
+        pointer = self._take()
+        if pointer is None:
+            raise ConfigError(f"{type(self).__name__} is closed; keep it open until its last use")
         return pointer
 
     def _release(self, handle: Any) -> None:
@@ -328,15 +342,23 @@ class TensorListDesc(OwnedHandle):
                 f"tensor list of {len(members)} members holds one twice; allowed: each once, since "
                 f"the list destroys its members; make a descriptor per entry"
             )
-        pointers = [m.pointer for m in members]
-        array = runtime.ffi.new("const aclTensor*[]", pointers)
-        self._handle = runtime.nnop.aclCreateTensorList(array, len(pointers))
-        if self._handle == runtime.ffi.NULL:
+        shapes = tuple(m.shape for m in members)
+        # Taken over first: from here on nobody else can give a member back.
+        taken = [(m, m._take()) for m in members]
+        pointers = [pointer for _, pointer in taken]
+        if None not in pointers:
+            array = runtime.ffi.new("const aclTensor*[]", pointers)
+            self._handle = runtime.nnop.aclCreateTensorList(array, len(pointers))
+            if self._handle != runtime.ffi.NULL:
+                self.shapes = shapes
+                return
             self._handle = None
-            raise make_error(runtime, 561103, "aclCreateTensorList")
-        self.shapes = tuple(m.shape for m in members)
-        for member in members:
-            member.release_to_owner()
+        for member, pointer in taken:
+            if pointer is not None:
+                member._handle = pointer
+        if None in pointers:
+            raise ConfigError("TensorDesc is closed; keep the members of a list open until then")
+        raise make_error(runtime, 561103, "aclCreateTensorList")
 
     def __len__(self) -> int:
         return len(self.shapes)

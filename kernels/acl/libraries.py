@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,16 @@ class LoadedLibrary:
 
 _ERROR_BYTES = 2048
 _opened_here: set[str] = set()
+_lock = threading.Lock()
+
+
+def _renew_lock_in_child() -> None:
+    # Another thread may have held it at fork; in the child nobody would release it.
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock_in_child)
 
 
 def loaded_objects(native: Any) -> tuple[Path, ...]:
@@ -138,15 +149,15 @@ def open_library(native: Any, path: Path, found_via: str) -> tuple[Any, LoadedLi
         code = Code.UNLOADABLE if info.machine else Code.NOT_ELF
         return Problem(code, f"{path} cannot be loaded: {info.problem}")
     error = native.ffi.new("char[]", _ERROR_BYTES)
-    encoded = os.fsencode(path)
-    already = native.lib.xm_dlopen(encoded, 1, error, _ERROR_BYTES) != native.ffi.NULL
-    handle = native.lib.xm_dlopen(encoded, 0, error, _ERROR_BYTES)
-    if handle == native.ffi.NULL:
-        text = native.ffi.string(error).decode(errors="replace")
-        return Problem(_load_failure(path, text), f"{path} cannot be loaded: {text}")
-    real = os.path.realpath(path)
-    already = already and real not in _opened_here
-    _opened_here.add(real)
+    encoded, real = os.fsencode(path), os.path.realpath(path)
+    with _lock:  # else a second thread would take our own load for somebody else's
+        already = native.lib.xm_dlopen(encoded, 1, error, _ERROR_BYTES) != native.ffi.NULL
+        handle = native.lib.xm_dlopen(encoded, 0, error, _ERROR_BYTES)
+        if handle == native.ffi.NULL:
+            text = native.ffi.string(error).decode(errors="replace")
+            return Problem(_load_failure(path, text), f"{path} cannot be loaded: {text}")
+        already = already and real not in _opened_here
+        _opened_here.add(real)
     return handle, LoadedLibrary(path.name, path, found_via, already, other_copies(native, path))
 
 

@@ -6,17 +6,20 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from xmoe import env
 from xmoe.errors import LibraryNotFound, ProvenanceError, SymbolMissing
 from xmoe.kernels.acl import libraries, vendor
 from xmoe.kernels.acl.libraries import LibraryDescriptor, LoadedLibrary
 from xmoe.kernels.acl.problems import Code, Problem
 from xmoe.kernels.acl.provenance import file_of
 from xmoe.kernels.acl.toolkit import Toolkit, describe
+from xmoe.kernels.acl.variants import VARIANTS
 from xmoe.kernels.acl.vendor import MegaMoeSymbols
 
 
@@ -46,12 +49,25 @@ class Functions:
     def __init__(self, group: str) -> None:
         self._group = group
         self._absent: dict[str, str] = {}
+        self._frozen = False
 
     def _bind(self, name: str, call: Callable[..., Any]) -> None:
         setattr(self, name, call)
 
     def _mark_absent(self, name: str, reason: str) -> None:
         self._absent[name] = reason
+
+    def _freeze(self) -> None:
+        """From here on the table only is read, which needs no lock."""
+        self._frozen = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if self.__dict__.get("_frozen", False):
+            raise TypeError(f"{name} of the {self._group} functions is read-only after loading")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise TypeError(f"{name} of the {self._group} functions is read-only")
 
     def has(self, name: str) -> bool:
         """Whether the function is bound."""
@@ -83,6 +99,10 @@ class _Base:
     problems: tuple[Problem, ...]
 
 
+_SymbolKey = tuple[str | None, str | None, str]
+"""Pinned variant, expected vendor, probe setting."""
+
+
 class Runtime:
     """One loaded toolkit with one vendor chain.
 
@@ -100,14 +120,15 @@ class Runtime:
         self.hccl = base.hccl
         self.problems = base.problems
         self._base_libraries = base.libraries
+        self._vendor_libraries: tuple[LoadedLibrary, ...] = ()
         self._lock = threading.Lock()
-        self._symbols: dict[tuple[str | None, str | None], MegaMoeSymbols] = {}
+        # Replaced as a whole, never changed: readers hold no lock.
+        self._symbols: Mapping[_SymbolKey, MegaMoeSymbols] = MappingProxyType({})
 
     @property
     def libraries(self) -> tuple[LoadedLibrary, ...]:
         """Libraries opened so far, in load order; the vendor's once MegaMoe was looked up."""
-        vendors = dict.fromkeys(s.library for s in self._symbols.values())
-        return (*self._base_libraries, *vendors)
+        return (*self._base_libraries, *self._vendor_libraries)
 
     @property
     def mega_moe(self) -> MegaMoeSymbols:
@@ -128,19 +149,36 @@ class Runtime:
     ) -> MegaMoeSymbols | Problem:
         """MegaMoe's verified symbols, or the named reason why not. Local.
 
-        A success is kept. A failure is looked into again each time: files may be installed late.
+        Symbols with a known variant are kept. Anything else is looked into again each time: files
+        may be installed or corrected late.
         """
-        key = (abi_variant, expected_vendor)
+        key = (abi_variant, expected_vendor, env.text("XMOE_ABI_PROBE") or "")
+        found = self._symbols.get(key)
+        if found is not None:
+            return found
         with self._lock:
             found = self._symbols.get(key)
-            if found is None:
-                fresh = vendor.resolve_mega_moe(
-                    self.native, self.toolkit, abi_variant, expected_vendor
-                )
-                if isinstance(fresh, Problem):
-                    return fresh
-                found = self._symbols[key] = fresh
-            return found
+            if found is not None:
+                return found
+            base = tuple(lib.path for lib in self._base_libraries)
+            fresh = vendor.resolve_mega_moe(
+                self.native, self.toolkit, abi_variant, expected_vendor, base
+            )
+            if isinstance(fresh, MegaMoeSymbols):
+                self._record(fresh.library)
+                if fresh.variant is not None:
+                    self._symbols = MappingProxyType({**self._symbols, key: fresh})
+            return fresh
+
+    def _record(self, library: LoadedLibrary) -> None:
+        """Remember a vendor library that was opened, as it was the first time. Lock held."""
+        if all(library.path != known.path for known in self._vendor_libraries):
+            self._vendor_libraries = (*self._vendor_libraries, library)
+
+    def callable_variants(self) -> tuple[str, ...]:
+        """ABI variants the native module has compiled calls for."""
+        lib = self.native.lib
+        return tuple(v for v in VARIANTS if hasattr(lib, f"mega_moe_workspace__{v}"))
 
     def missing_comm_symbols(self) -> tuple[str, ...]:
         """Symbols the communication context needs and this toolkit lacks."""
@@ -223,6 +261,8 @@ def _load_base(native: Any, toolkit: Toolkit) -> _Base:
                 f"{record.path} lacks {', '.join(lacking)}; it must export "
                 f"{', '.join(descriptor.required)}; install CANN 9.1.0 or later"
             )
+    for table in tables.values():
+        table._freeze()
     return _Base(
         tables["acl"], tables["nnop"], tables["hccl"], tuple(opened), tuple(problems)
     )  # fmt: skip

@@ -14,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
+import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from xmoe.errors import ConfigError, UnsupportedError
 from xmoe.kernels.acl.handles import AclStream, OwnedHandle, TensorDesc, TensorListDesc
-from xmoe.kernels.acl.problems import Code, Problem
 from xmoe.kernels.acl.status import check, make_error
 from xmoe.kernels.acl.variants import NEUTRAL, VARIANTS, Param, Variant
 
@@ -56,14 +56,17 @@ class PreparedCall:
         self.op_executor = op_executor
         self.repeatable = repeatable
         self.launches = 0
+        # One op_executor is one piece of state in the vendor's library: launches and its
+        # destruction exclude each other.
+        self._lock = threading.Lock()
         self._keep = keep
         self._args = args
 
     def close(self) -> None:
         """Destroy an op_executor that phase two did not consume, and drop the arguments. Twice is
         harmless."""
-        executor, self.op_executor = self.op_executor, None
-        with self._keep:
+        with self._lock, self._keep:
+            executor, self.op_executor = self.op_executor, None
             if executor is None or (self.launches and not self.repeatable):
                 return
             nnop = self.runtime.nnop
@@ -102,12 +105,7 @@ def prepare(
         LibraryError: the library's ABI variant is not known.
         AclError: phase one failed.
     """
-    variant = symbols.variant
-    if variant is None:
-        raise Problem(
-            Code.VARIANT_UNKNOWN,
-            f"the ABI variant of {symbols.library.path} is not known ({symbols.variant_source})",
-        ).error()
+    variant = symbols.require_variant()
     check_arguments(variant, args)
     ffi = runtime.ffi
     workspace_size = ffi.new("uint64_t*", 0)
@@ -152,21 +150,26 @@ def launch(
             repeatable.
         AclError: phase two failed.
     """
+    address = workspace.handle if isinstance(workspace, OwnedHandle) else workspace or 0
+    queue = stream.handle if isinstance(stream, AclStream) else stream
+    with prepared._lock:
+        _launch(prepared, address, queue)
+
+
+def _launch(prepared: PreparedCall, address: int, queue: int) -> None:
+    """Phase two, with the lock of the prepared call held."""
     runtime, symbols = prepared.runtime, prepared.symbols
     if prepared.op_executor is None or (prepared.launches and not prepared.repeatable):
         raise ConfigError(
             f"{LAUNCH_CALL} was launched {prepared.launches} times from one op_executor, or it is "
             f"closed; allowed: once, unless repeatable; call prepare() again"
         )
-    address = workspace.handle if isinstance(workspace, OwnedHandle) else workspace or 0
     if prepared.workspace_bytes and not address:
         raise ConfigError(
             f"{LAUNCH_CALL} got no workspace; allowed: {prepared.workspace_bytes} bytes of device "
             f"memory; allocate what prepare() reports"
         )
-    queue = stream.handle if isinstance(stream, AclStream) else stream
-    assert symbols.variant is not None
-    trampoline = getattr(runtime.native.lib, f"mega_moe_launch__{symbols.variant.id}")
+    trampoline = getattr(runtime.native.lib, f"mega_moe_launch__{symbols.require_variant().id}")
     cast = runtime.ffi.cast
     prepared.launches += 1
     status = trampoline(

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from xmoe.errors import LibraryError, LibraryNotFound, ProvenanceError, SymbolMissing
 
@@ -25,13 +27,16 @@ class Code(enum.StrEnum):
     INTERPOSED = "interposed"
     LOADED_ELSEWHERE = "loaded_elsewhere"
     VARIANT_UNKNOWN = "variant_unknown"
+    VARIANT_MISMATCH = "variant_mismatch"
+    VERSION_MISMATCH = "version_mismatch"
+    MIXED_PACKAGES = "mixed_packages"
     VERSION_UNKNOWN = "version_unknown"
     COMM_SYMBOL_MISSING = "comm_symbol_missing"
     SOC_UNKNOWN = "soc_unknown"
     PROBE_FAILED = "probe_failed"
 
 
-REMEDIES: dict[Code, str] = {
+REMEDIES: Mapping[Code, str] = MappingProxyType({
     Code.TOOLKIT_MISSING: "source the toolkit's set_env.sh, or set XMOE_DEVICE=soft",
     Code.FILE_MISSING: "install the operator package, or put its folder first in "
     "ASCEND_CUSTOM_OPP_PATH",
@@ -47,11 +52,16 @@ REMEDIES: dict[Code, str] = {
     Code.LOADED_ELSEWHERE: "start a new process in which only one copy is loaded "
     "(see LD_LIBRARY_PATH and LD_PRELOAD)",
     Code.VARIANT_UNKNOWN: 'set "abi_variant" to the letter that belongs to the operator package',
+    Code.VARIANT_MISMATCH: 'correct or remove "abi_variant" (XMOE_ABI_VARIANT); if the letter is '
+    "surely right, XMOE_ABI_PROBE=off takes your word for it",
+    Code.VERSION_MISMATCH: "install toolkit and operator package of one release",
+    Code.MIXED_PACKAGES: "put front end and kernels of one operator package first in "
+    "ASCEND_CUSTOM_OPP_PATH; a mixture ends in 561114, 561115 or lost attributes",
     Code.VERSION_UNKNOWN: "reinstall the toolkit, or make its version.info readable",
     Code.COMM_SYMBOL_MISSING: "install the HCCL package of CANN 9.1.0 or later",
     Code.SOC_UNKNOWN: "check that the driver is installed and a device is visible",
     Code.PROBE_FAILED: "run xmoe doctor and read the text of the failure",
-}
+})  # fmt: skip
 
 _SYMBOL_CODES = {Code.NO_SYMBOLS, Code.ONLY_LAUNCH_SYMBOL, Code.ONLY_WORKSPACE_SYMBOL}
 _ORIGIN_CODES = {Code.WRONG_VENDOR, Code.MIXED_FILES, Code.INTERPOSED, Code.LOADED_ELSEWHERE}

@@ -10,13 +10,16 @@ Standard library only: the build script loads this file by path, before the pack
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 FLT_MAX = 3.4028234663852886e38
 GE_DTYPE_UNDEFINED = 28
 """GE's code for "no data type"; aclDataType has no such member (its own is -1)."""
 
-CTYPES = {
+# All tables here are read-only views: many threads read them, and nobody may add to one.
+CTYPES: Mapping[str, str] = MappingProxyType({
     "T": "const aclTensor*",
     "O": "aclTensor*",
     "L": "const aclTensorList*",
@@ -26,8 +29,12 @@ CTYPES = {
     "FA": "const aclFloatArray*",
     "W": "uint64_t*",
     "X": "aclOpExecutor**",
-}
+})  # fmt: skip
 """Parameter kind -> C type."""
+
+
+NULL_CHECKED_INPUTS = ("context", "x", "topkIds", "topkWeights", "weight1", "weight2")
+"""Every variant's wrapper checks these first, in this order."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +78,30 @@ class Variant:
         """1-based position of a parameter, as documents count."""
         return [p.key for p in self.params].index(key) + 1
 
+    def integer_slot(self, key: str) -> int:
+        """0-based place among the parameters that travel as integers or pointers (floats do not).
 
-NEUTRAL: dict[str, tuple[object, ...]] = {
+        Both calling conventions in use (System V x86-64, AAPCS64) pass floats in registers of
+        their own, so only these count when one list is called as another.
+        """
+        return [p.key for p in self.params if p.kind != "F"].index(key)
+
+    def null_checked(self) -> tuple[str, ...]:
+        """Keys whose null pointer the library's wrapper answers with 161001, in its order.
+
+        Source: op_api of each variant; the two of the activation from the variant on that has
+        activationParams.
+        """
+        extra = ("activation", "activationParams") if self.has("activationParams") else ()
+        return (*NULL_CHECKED_INPUTS, *extra, "yOut", "expertTokenNumsOut")
+
+    @property
+    def checks_integers(self) -> bool:
+        """Whether the wrapper refuses moeExpertNum <= 0 with 161002 after the null checks."""
+        return self.has("activation")
+
+
+NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
     "bias1Optional": (None,),
     "bias2Optional": (None,),
     "activation": ("swiglu",),
@@ -90,7 +119,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "topkWeightsType": (0,),
     "maskBufferOptional": (None,),
     "sharedExpertQuantOutDtype": (0, GE_DTYPE_UNDEFINED),
-}
+})  # fmt: skip
 """For parameters some variants lack: the values that mean "not used".
 
 A call may carry such a value for a variant without the parameter; any other value would be dropped
@@ -175,7 +204,7 @@ _J = _after(_I, "xActiveMaskOptional", *_optional("T", "scales"))
 
 _REPO = "ops-transformer mc2/mega_moe/op_api/aclnn_mega_moe.cpp"
 
-VARIANTS: dict[str, Variant] = {
+VARIANTS: Mapping[str, Variant] = MappingProxyType({
     v.id: v
     for v in (
         Variant("A", _A, f"{_REPO}, tags 9.1.0-beta.2 and 9.1.0-beta.3 (953394157)",
@@ -194,19 +223,19 @@ VARIANTS: dict[str, Variant] = {
         Variant("J", _J, "inferred from the call in the vendor's torch extension",
                 "no source of the wrapper itself was read"),
     )
-}  # fmt: skip
+})  # fmt: skip
 
-REFUSED: dict[str, str] = {
+REFUSED: Mapping[str, str] = MappingProxyType({
     "K": "a document names its attribute combine_comm_mode, but no source read gives the position "
     "of the new parameter in the argument list",
     "P0": "a prototype header without weights; no library with it is known",
-}
+})  # fmt: skip
 """Variants known by name whose argument list is not known well enough to call."""
 
 LAUNCH_CTYPES = ("void*", "uint64_t", "aclOpExecutor*", "aclrtStream")
 """Phase two never changed: workspace, workspaceSize, executor, stream. Source: all variants."""
 
-RELEASES: dict[str, str] = {"9.1.0": "B"}
+RELEASES: Mapping[str, str] = MappingProxyType({"9.1.0": "B"})
 """Operator package releases whose variant is known from public source.
 
 Pre-releases are left out on purpose: packages that call themselves 9.1.0-beta.3 exist with

@@ -10,17 +10,18 @@ The toolkit's built-in library counts when no vendor of the chain exports either
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xmoe.kernels.acl import elf
+from xmoe.kernels.acl import abi_detect, elf
+from xmoe.kernels.acl.abi_detect import Identified, vendor_version
 from xmoe.kernels.acl.libraries import LoadedLibrary, open_library
 from xmoe.kernels.acl.problems import Code, Problem
 from xmoe.kernels.acl.provenance import Provenance, check_provenance
 from xmoe.kernels.acl.toolkit import Toolkit, VendorDir, describe
-from xmoe.kernels.acl.variants import RELEASES, VARIANTS, Variant, find_variant
-from xmoe.kernels.acl.versions import OPERATOR_FILE, parse_version, read_info, read_version_text
+from xmoe.kernels.acl.variants import Variant
 
 LAUNCH_SYMBOL = "aclnnMegaMoe"
 WORKSPACE_SYMBOL = "aclnnMegaMoeGetWorkspaceSize"
@@ -41,18 +42,34 @@ class ChainEntry:
 class MegaMoeSymbols:
     """The two verified functions. Valid as long as the process lives: libraries are never closed.
 
-    Addresses are plain integers. `variant` is None when neither a pin nor the package tells it;
-    such symbols are never called.
+    Addresses are plain integers. `identified` holds the variant and who says so; symbols without a
+    variant are never called.
     """
 
-    variant: Variant | None
-    variant_source: str
+    identified: Identified
     workspace_addr: int
     launch_addr: int
     provenance: tuple[Provenance, Provenance]
     vendor: VendorDir
     vendor_version: str
     library: LoadedLibrary
+
+    @property
+    def variant(self) -> Variant | None:
+        """The ABI variant, None when it is not known."""
+        return self.identified.variant
+
+    @property
+    def variant_source(self) -> str:
+        """Who says so, or why nobody can."""
+        return self.identified.source
+
+    def require_variant(self) -> Variant:
+        """The variant; a LibraryError with the named reason when it is not known."""
+        if self.identified.variant is None:
+            assert self.identified.problem is not None
+            raise self.identified.problem.error()
+        return self.identified.variant
 
 
 def inspect_chain(toolkit: Toolkit) -> tuple[ChainEntry, ...]:
@@ -73,40 +90,6 @@ def inspect_chain(toolkit: Toolkit) -> tuple[ChainEntry, ...]:
             verdict = "no MegaMoe symbols"
         entries.append(ChainEntry(vendor, vendor_version(toolkit, vendor), symbols, verdict))
     return tuple(entries)
-
-
-def vendor_version(toolkit: Toolkit, vendor: VendorDir) -> str:
-    """The operator package's version as its file spells it, or an empty string."""
-    if vendor.builtin:
-        return read_version_text(toolkit.root / OPERATOR_FILE)
-    return read_version_text(vendor.path / "version.info")
-
-
-def choose_variant(
-    toolkit: Toolkit, vendor: VendorDir, pinned: str | None
-) -> tuple[Variant | None, str]:
-    """(variant, how it is known). A pin wins; then the package's own statement; then its release.
-
-    `mega_moe_abi` in the vendor's version.info is this project's own convention, used by its
-    software device. A vendor's release number counts only where public source shows the variant.
-
-    Raises:
-        ConfigError: the pinned id cannot be called.
-    """
-    if pinned is not None:
-        return find_variant(pinned), "pinned by abi_variant"
-    file = vendor.path / "version.info"
-    stated = "" if vendor.builtin else read_info(file).get("mega_moe_abi", "")
-    if stated in VARIANTS:
-        return VARIANTS[stated], f"mega_moe_abi in {file}"
-    if stated:
-        return None, f"mega_moe_abi={stated!r} in {file} is no callable variant"
-    version = parse_version(vendor_version(toolkit, vendor))
-    if version is not None:
-        for release, variant_id in RELEASES.items():
-            if parse_version(release) == version:
-                return find_variant(variant_id), f"operator package release {version}"
-    return None, f"operator package version {vendor_version(toolkit, vendor) or 'unknown'!r}"
 
 
 def select_vendor(chain: tuple[ChainEntry, ...]) -> ChainEntry | Problem:
@@ -139,7 +122,11 @@ def select_vendor(chain: tuple[ChainEntry, ...]) -> ChainEntry | Problem:
 
 
 def resolve_mega_moe(
-    native: Any, toolkit: Toolkit, pinned: str | None = None, expected_vendor: str | None = None
+    native: Any,
+    toolkit: Toolkit,
+    pinned: str | None = None,
+    expected_vendor: str | None = None,
+    base_libraries: Sequence[Path] = (),
 ) -> MegaMoeSymbols | Problem:
     """Find, load and verify MegaMoe's two symbols, or say why not. Local.
 
@@ -148,6 +135,7 @@ def resolve_mega_moe(
         toolkit: the toolkit with the vendor chain of this moment.
         pinned: ABI variant set by configuration.
         expected_vendor: folder name or path of the vendor to insist on.
+        base_libraries: the toolkit's libraries as loaded here.
     """
     chain = inspect_chain(toolkit)
     entry = select_vendor(chain)
@@ -169,10 +157,10 @@ def resolve_mega_moe(
         if problem is not None:
             return problem
     addresses, provenance = bound
-    variant, source = choose_variant(toolkit, vendor, pinned)
+    # Only now: nothing is called in a library whose origin is not verified.
+    identified = abi_detect.identify(toolkit, vendor, library.path, base_libraries, pinned)
     return MegaMoeSymbols(
-        variant,
-        source,
+        identified,
         int(native.ffi.cast("uintptr_t", addresses[WORKSPACE_SYMBOL])),
         int(native.ffi.cast("uintptr_t", addresses[LAUNCH_SYMBOL])),
         provenance,

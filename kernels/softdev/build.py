@@ -85,6 +85,9 @@ TEXTS = {
     f"opp/vendors/{CAM_VENDOR}/version.info": f"Version={CANN_VERSION}\n",
     "version.info": f"Version={CANN_VERSION}\nproduct=xmoe software device\n",
     "share/info/ops_transformer/version.info": f"Version={CANN_VERSION}\n",
+    # torch_npu wants these two folders below ASCEND_HOME_PATH.
+    "runtime/version.info": f"Version={CANN_VERSION}\n",
+    "compiler/version.info": f"Version={CANN_VERSION}\n",
 }
 
 

@@ -8,4 +8,4 @@ from pathlib import Path
 
 def shipped_checkpoint() -> Path:
     """Directory of the small trained checkpoint that comes with the package."""
-    return Path(__file__).resolve().parent.parent / "checkpoints" / "qwen3_5_moe_addition"
+    return Path(__file__).resolve().parent.parent / "checkpoints" / "qwen3_5_sums"

@@ -84,7 +84,18 @@ int aclDestroyAclOpExecutor(void* e) { (void)e; executors--; return 0; }
 }
 
 LAUNCH = "int aclnnMegaMoe(void* w, unsigned long n, void* e, void* s) { return 0; }\n"
-WORKSPACE = "int aclnnMegaMoeGetWorkspaceSize(void) { return 161001; }\n"
+# The checks that variant B makes before anything else, so that the return-code probe knows it.
+WORKSPACE = """
+#include <stdint.h>
+int aclnnMegaMoeGetWorkspaceSize(void* context, void* x, void* ids, void* weights, void* w1,
+    void* w2, void* s1, void* s2, void* b1, void* b2, void* mask, int64_t experts, int64_t ep,
+    int64_t ccl, int64_t recv, int64_t quant, int64_t dtype, int64_t combine, char* alg,
+    int64_t tokens, char* activation, float clamp, void* y, void* counts, uint64_t* size,
+    void** executor) {
+  if (!context || !x || !ids || !weights || !w1 || !w2 || !y || !counts) return 161001;
+  if (experts <= 0 || ep <= 0 || recv < 0) return 161002;
+  return 161001; }
+"""
 BOTH = LAUNCH + WORKSPACE
 NEITHER = "int aclnnSomethingElse(void) { return 0; }\n"
 

@@ -10,7 +10,8 @@ namespace cam {
 // "slots" are the local expert slots of one FFN rank: R routed ones, and in the older operator set
 // one more, slot 0, for the shared expert.
 struct AsyncShape {
-  int64_t max_seq = 0, batch = 0, hidden = 0, topk = 0, ffn = 0, attn = 0, slots = 0, rank = 0, tp = 1;
+  int64_t max_seq = 0, batch = 0, hidden = 0, topk = 0, ffn = 0, attn = 0, slots = 0, rank = 0,
+          tp = 1;
   int64_t quant = 0, layer = 0;
   int64_t shared = 0;  // 1: slot 0 is the shared expert
   int64_t routed() const { return slots - shared; }

@@ -4,7 +4,8 @@
 // aclnnAfdAsync*: the plugin-owned routed-only set (argument order: afd-plugin
 // csrc/npu/pybind/torch_binding_cam_async.cpp, read 2026-10).
 // aclnnXsdUmdkAsync*: the older set with a shared expert. Its wheel is closed: argument order is
-// that of its torch operators, symbol names and the shared expert's placement are this device's own.
+// that of its torch operators, symbol names and the shared expert's placement are this device's
+// own.
 #include <cstdlib>
 #include <cstring>
 
@@ -22,8 +23,9 @@ int64_t recv_capacity(int* status, const char* op) {
   }
   const int64_t rows = static_cast<int64_t>(static_cast<float>(kMaxSeq) * factor);
   if (*status == 0 && !(factor > 0.0f && factor <= 1.0f && rows > 0)) {
-    xsdSetError("%s: BATCH_SIZE_FACTOR is \"%s\"; allowed: a number in (0, 1] that leaves at least one row", op,
-                text);
+    xsdSetError(
+        "%s: BATCH_SIZE_FACTOR is \"%s\"; allowed: a number in (0, 1] that leaves at least one row",
+        op, text);
     *status = kErrTiling;
   }
   return rows;
@@ -54,10 +56,12 @@ void bind(Args& args, AsyncKernel* k, const char* group, int64_t world) {
 
 void check_ffn_window(Args& args, AsyncKernel* k) {
   args.range("maxSeqLen", k->shape.max_seq, k->shape.tp, kMaxSeq);
-  args.require(k->shape.max_seq / k->shape.tp <= 65536, "maxSeqLen / tpSize above 65536 overflows uint16 indices");
+  args.require(k->shape.max_seq / k->shape.tp <= 65536,
+               "maxSeqLen / tpSize above 65536 overflows uint16 indices");
   if (args.status() != 0) return;
   FfnLayout layout(k->shape);
-  args.window(layout.bytes * static_cast<uint64_t>(k->shape.attn) + 32, k->group, "FFN receive area");
+  args.window(layout.bytes * static_cast<uint64_t>(k->shape.attn) + 32, k->group,
+              "FFN receive area");
 }
 
 template <typename T>
@@ -75,7 +79,8 @@ struct SendArgs {
   const char* group;
   int64_t world;
 };
-int dispatch_send(const char* op, AsyncShape s, SendArgs a, uint64_t* workspace, aclOpExecutor** executor) {
+int dispatch_send(const char* op, AsyncShape s, SendArgs a, uint64_t* workspace,
+                  aclOpExecutor** executor) {
   Args args(op);
   auto k = std::make_unique<DispatchSend>();
   k->name = op;
@@ -92,11 +97,13 @@ int dispatch_send(const char* op, AsyncShape s, SendArgs a, uint64_t* workspace,
 }
 
 struct RecvArgs {
-  const aclTensor *anchor, *comm, *x, *scales, *info, *counts, *x_shared, *scales_shared, *shared_count;
+  const aclTensor *anchor, *comm, *x, *scales, *info, *counts, *x_shared, *scales_shared,
+      *shared_count;
   const char* group;
   int64_t world;
 };
-int dispatch_recv(const char* op, AsyncShape s, RecvArgs a, uint64_t* workspace, aclOpExecutor** executor) {
+int dispatch_recv(const char* op, AsyncShape s, RecvArgs a, uint64_t* workspace,
+                  aclOpExecutor** executor) {
   Args args(op);
   auto k = std::make_unique<DispatchRecv>();
   k->name = op;
@@ -118,7 +125,8 @@ int dispatch_recv(const char* op, AsyncShape s, RecvArgs a, uint64_t* workspace,
   k->counts = args.tensor(a.counts, "epRecvCountRouted", {ACL_INT64}, {s.routed()});
   if (s.shared) {
     k->x_shared = args.tensor(a.x_shared, "expandXShared", types, {rows, s.hidden});
-    k->scales_shared = args.tensor(a.scales_shared, "dynamicScalesShared", {ACL_FLOAT}, {s.quant ? rows : 1});
+    k->scales_shared =
+        args.tensor(a.scales_shared, "dynamicScalesShared", {ACL_FLOAT}, {s.quant ? rows : 1});
     k->shared_count = args.tensor(a.shared_count, "epRecvCountShared", {ACL_INT64}, {1});
   }
   bind(args, k.get(), a.group, a.world);
@@ -131,7 +139,8 @@ struct CombineArgs {
   const char* group;
   int64_t world;
 };
-int combine_send(const char* op, AsyncShape s, CombineArgs a, uint64_t* workspace, aclOpExecutor** executor) {
+int combine_send(const char* op, AsyncShape s, CombineArgs a, uint64_t* workspace,
+                 aclOpExecutor** executor) {
   Args args(op);
   auto k = std::make_unique<CombineSend>();
   k->name = op;
@@ -150,7 +159,8 @@ struct GatherArgs {
   const char* group;
   int64_t world;
 };
-int combine_recv(const char* op, AsyncShape s, GatherArgs a, uint64_t* workspace, aclOpExecutor** executor) {
+int combine_recv(const char* op, AsyncShape s, GatherArgs a, uint64_t* workspace,
+                 aclOpExecutor** executor) {
   Args args(op);
   auto k = std::make_unique<CombineRecv>();
   k->name = op;
@@ -167,8 +177,8 @@ int combine_recv(const char* op, AsyncShape s, GatherArgs a, uint64_t* workspace
   return finish(args, std::move(k), workspace, executor);
 }
 
-AsyncShape make_shape(int64_t shared, int64_t hidden, int64_t topk, int64_t ffn, int64_t attn, int64_t routed,
-                      int64_t rank) {
+AsyncShape make_shape(int64_t shared, int64_t hidden, int64_t topk, int64_t ffn, int64_t attn,
+                      int64_t routed, int64_t rank) {
   AsyncShape s;
   s.shared = shared;
   s.hidden = hidden;
@@ -183,44 +193,48 @@ AsyncShape make_shape(int64_t shared, int64_t hidden, int64_t topk, int64_t ffn,
 }  // namespace
 }  // namespace cam
 
-#define CAM_PHASE_TWO(op)                                                                            \
-  XSD_API aclnnStatus op(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,           \
-                         aclrtStream stream) {                                                       \
-    return xsdExecutorLaunch(#op, workspace, workspaceSize, executor, stream);                       \
+#define CAM_PHASE_TWO(op)                                                                  \
+  XSD_API aclnnStatus op(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, \
+                         aclrtStream stream) {                                             \
+    return xsdExecutorLaunch(#op, workspace, workspaceSize, executor, stream);             \
   }
 
 XSD_API aclnnStatus aclnnAfdAsyncDispatchSendGetWorkspaceSize(
-    const aclTensor* x, const aclTensor* expertIds, const aclTensor* commArgs, int64_t magic, int64_t maxSeqLen,
-    int64_t batchSize, int64_t hiddenSize, int64_t topk, int64_t moeRankNum, int64_t attnRankNum,
-    int64_t routeExpertNumPerMoe, int64_t attnRankId, int64_t worldSize, int64_t layerIndex, int64_t tpSize,
-    int64_t dynamicQuant, char* groupName, const aclTensor* out, uint64_t* workspaceSize,
-    aclOpExecutor** executor) {
+    const aclTensor* x, const aclTensor* expertIds, const aclTensor* commArgs, int64_t magic,
+    int64_t maxSeqLen, int64_t batchSize, int64_t hiddenSize, int64_t topk, int64_t moeRankNum,
+    int64_t attnRankNum, int64_t routeExpertNumPerMoe, int64_t attnRankId, int64_t worldSize,
+    int64_t layerIndex, int64_t tpSize, int64_t dynamicQuant, char* groupName, const aclTensor* out,
+    uint64_t* workspaceSize, aclOpExecutor** executor) {
   (void)magic, (void)out;
-  auto s = cam::make_shape(0, hiddenSize, topk, moeRankNum, attnRankNum, routeExpertNumPerMoe, attnRankId);
+  auto s = cam::make_shape(0, hiddenSize, topk, moeRankNum, attnRankNum, routeExpertNumPerMoe,
+                           attnRankId);
   s.max_seq = maxSeqLen;
   s.batch = batchSize;
   s.layer = layerIndex;
   s.tp = tpSize;
   s.quant = dynamicQuant;
-  return cam::dispatch_send("aclnnAfdAsyncDispatchSend", s, {x, expertIds, commArgs, groupName, worldSize},
-                            workspaceSize, executor);
+  return cam::dispatch_send("aclnnAfdAsyncDispatchSend", s,
+                            {x, expertIds, commArgs, groupName, worldSize}, workspaceSize,
+                            executor);
 }
 CAM_PHASE_TWO(aclnnAfdAsyncDispatchSend)
 
 XSD_API aclnnStatus aclnnAfdAsyncDispatchRecvGetWorkspaceSize(
-    const aclTensor* x, const aclTensor* commArgs, int64_t magic, int64_t maxSeqLen, int64_t hiddenSize,
-    int64_t topk, int64_t moeRankNum, int64_t attnRankNum, int64_t routeExpertNumPerMoe, int64_t moeRankId,
-    int64_t worldSize, int64_t tpSize, int64_t dynamicQuant, char* groupName, const aclTensor* expandX,
-    const aclTensor* dynamicScales, const aclTensor* batchInfo, const aclTensor* epRecvCountRouted,
-    uint64_t* workspaceSize, aclOpExecutor** executor) {
+    const aclTensor* x, const aclTensor* commArgs, int64_t magic, int64_t maxSeqLen,
+    int64_t hiddenSize, int64_t topk, int64_t moeRankNum, int64_t attnRankNum,
+    int64_t routeExpertNumPerMoe, int64_t moeRankId, int64_t worldSize, int64_t tpSize,
+    int64_t dynamicQuant, char* groupName, const aclTensor* expandX, const aclTensor* dynamicScales,
+    const aclTensor* batchInfo, const aclTensor* epRecvCountRouted, uint64_t* workspaceSize,
+    aclOpExecutor** executor) {
   (void)magic;
-  auto s = cam::make_shape(0, hiddenSize, topk, moeRankNum, attnRankNum, routeExpertNumPerMoe, moeRankId);
+  auto s = cam::make_shape(0, hiddenSize, topk, moeRankNum, attnRankNum, routeExpertNumPerMoe,
+                           moeRankId);
   s.max_seq = maxSeqLen;
   s.tp = tpSize;
   s.quant = dynamicQuant;
   return cam::dispatch_recv("aclnnAfdAsyncDispatchRecv", s,
-                            {x, commArgs, expandX, dynamicScales, batchInfo, epRecvCountRouted, nullptr, nullptr,
-                             nullptr, groupName, worldSize},
+                            {x, commArgs, expandX, dynamicScales, batchInfo, epRecvCountRouted,
+                             nullptr, nullptr, nullptr, groupName, worldSize},
                             workspaceSize, executor);
 }
 CAM_PHASE_TWO(aclnnAfdAsyncDispatchRecv)
@@ -228,37 +242,43 @@ CAM_PHASE_TWO(aclnnAfdAsyncDispatchRecv)
 XSD_API aclnnStatus aclnnAfdAsyncCombineSendGetWorkspaceSize(
     const aclTensor* expandX, const aclTensor* commArgs, const aclTensor* batchInfo, int64_t magic,
     int64_t maxSeqLen, int64_t hiddenSize, int64_t topk, int64_t moeRankNum, int64_t attnRankNum,
-    int64_t routeExpertNumPerMoe, int64_t moeRankId, int64_t worldSize, int64_t tpSize, char* groupName,
-    const aclTensor* out, uint64_t* workspaceSize, aclOpExecutor** executor) {
+    int64_t routeExpertNumPerMoe, int64_t moeRankId, int64_t worldSize, int64_t tpSize,
+    char* groupName, const aclTensor* out, uint64_t* workspaceSize, aclOpExecutor** executor) {
   (void)magic, (void)out;
-  auto s = cam::make_shape(0, hiddenSize, topk, moeRankNum, attnRankNum, routeExpertNumPerMoe, moeRankId);
+  auto s = cam::make_shape(0, hiddenSize, topk, moeRankNum, attnRankNum, routeExpertNumPerMoe,
+                           moeRankId);
   s.max_seq = maxSeqLen;
   s.tp = tpSize;
   return cam::combine_send("aclnnAfdAsyncCombineSend", s,
-                           {expandX, nullptr, commArgs, batchInfo, groupName, worldSize}, workspaceSize, executor);
+                           {expandX, nullptr, commArgs, batchInfo, groupName, worldSize},
+                           workspaceSize, executor);
 }
 CAM_PHASE_TWO(aclnnAfdAsyncCombineSend)
 
 XSD_API aclnnStatus aclnnAfdAsyncCombineRecvGetWorkspaceSize(
-    const aclTensor* expandX, const aclTensor* expertIds, const aclTensor* expertScales, const aclTensor* commArgs,
-    int64_t magic, int64_t batchSize, int64_t hiddenSize, int64_t topk, int64_t moeRankNum, int64_t attnRankNum,
-    int64_t routeExpertNumPerMoe, int64_t attnRankId, int64_t worldSize, char* groupName, const aclTensor* out,
-    uint64_t* workspaceSize, aclOpExecutor** executor) {
+    const aclTensor* expandX, const aclTensor* expertIds, const aclTensor* expertScales,
+    const aclTensor* commArgs, int64_t magic, int64_t batchSize, int64_t hiddenSize, int64_t topk,
+    int64_t moeRankNum, int64_t attnRankNum, int64_t routeExpertNumPerMoe, int64_t attnRankId,
+    int64_t worldSize, char* groupName, const aclTensor* out, uint64_t* workspaceSize,
+    aclOpExecutor** executor) {
   (void)magic;
-  auto s = cam::make_shape(0, hiddenSize, topk, moeRankNum, attnRankNum, routeExpertNumPerMoe, attnRankId);
+  auto s = cam::make_shape(0, hiddenSize, topk, moeRankNum, attnRankNum, routeExpertNumPerMoe,
+                           attnRankId);
   s.batch = batchSize;
   return cam::combine_recv("aclnnAfdAsyncCombineRecv", s,
-                           {expandX, expertIds, expertScales, commArgs, out, groupName, worldSize}, workspaceSize,
-                           executor);
+                           {expandX, expertIds, expertScales, commArgs, out, groupName, worldSize},
+                           workspaceSize, executor);
 }
 CAM_PHASE_TWO(aclnnAfdAsyncCombineRecv)
 
-// ---- the older set: one shared expert per FFN rank in slot 0 -------------------------------------
+// ---- the older set: one shared expert per FFN rank in slot 0
+// -------------------------------------
 XSD_API aclnnStatus aclnnXsdUmdkAsyncDispatchSendGetWorkspaceSize(
-    const aclTensor* x, const aclTensor* topkIds, const aclTensor* commArgs, int64_t commId, int64_t maxSeqLen,
-    int64_t batch, int64_t hidden, int64_t topk, int64_t ffnRanks, int64_t attnRanks, int64_t expertPerRank,
-    int64_t rank, int64_t world, int64_t layer, int64_t tp, int64_t dynamicQuant, char* group,
-    uint64_t* workspaceSize, aclOpExecutor** executor) {
+    const aclTensor* x, const aclTensor* topkIds, const aclTensor* commArgs, int64_t commId,
+    int64_t maxSeqLen, int64_t batch, int64_t hidden, int64_t topk, int64_t ffnRanks,
+    int64_t attnRanks, int64_t expertPerRank, int64_t rank, int64_t world, int64_t layer,
+    int64_t tp, int64_t dynamicQuant, char* group, uint64_t* workspaceSize,
+    aclOpExecutor** executor) {
   (void)commId;
   auto s = cam::make_shape(1, hidden, topk, ffnRanks, attnRanks, expertPerRank, rank);
   s.max_seq = maxSeqLen;
@@ -266,54 +286,55 @@ XSD_API aclnnStatus aclnnXsdUmdkAsyncDispatchSendGetWorkspaceSize(
   s.layer = layer;
   s.tp = tp;
   s.quant = dynamicQuant;
-  return cam::dispatch_send("aclnnXsdUmdkAsyncDispatchSend", s, {x, topkIds, commArgs, group, world},
-                            workspaceSize, executor);
+  return cam::dispatch_send("aclnnXsdUmdkAsyncDispatchSend", s,
+                            {x, topkIds, commArgs, group, world}, workspaceSize, executor);
 }
 CAM_PHASE_TWO(aclnnXsdUmdkAsyncDispatchSend)
 
 XSD_API aclnnStatus aclnnXsdUmdkAsyncDispatchRecvGetWorkspaceSize(
-    const aclTensor* placeholder, const aclTensor* commArgs, int64_t commId, int64_t batch, int64_t hidden,
-    int64_t topk, int64_t ffnRanks, int64_t attnRanks, int64_t expertPerRank, int64_t rank, int64_t world,
-    int64_t tp, int64_t dynamicQuant, char* group, const aclTensor* x, const aclTensor* xShared,
-    const aclTensor* scales, const aclTensor* scalesShared, const aclTensor* batchInfo,
-    const aclTensor* expertCounts, const aclTensor* sharedCount, uint64_t* workspaceSize,
-    aclOpExecutor** executor) {
+    const aclTensor* placeholder, const aclTensor* commArgs, int64_t commId, int64_t batch,
+    int64_t hidden, int64_t topk, int64_t ffnRanks, int64_t attnRanks, int64_t expertPerRank,
+    int64_t rank, int64_t world, int64_t tp, int64_t dynamicQuant, char* group, const aclTensor* x,
+    const aclTensor* xShared, const aclTensor* scales, const aclTensor* scalesShared,
+    const aclTensor* batchInfo, const aclTensor* expertCounts, const aclTensor* sharedCount,
+    uint64_t* workspaceSize, aclOpExecutor** executor) {
   (void)commId;
   auto s = cam::make_shape(1, hidden, topk, ffnRanks, attnRanks, expertPerRank, rank);
   s.max_seq = batch;
   s.tp = tp;
   s.quant = dynamicQuant;
   return cam::dispatch_recv("aclnnXsdUmdkAsyncDispatchRecv", s,
-                            {placeholder, commArgs, x, scales, batchInfo, expertCounts, xShared, scalesShared,
-                             sharedCount, group, world},
+                            {placeholder, commArgs, x, scales, batchInfo, expertCounts, xShared,
+                             scalesShared, sharedCount, group, world},
                             workspaceSize, executor);
 }
 CAM_PHASE_TWO(aclnnXsdUmdkAsyncDispatchRecv)
 
 XSD_API aclnnStatus aclnnXsdUmdkAsyncCombineSendGetWorkspaceSize(
-    const aclTensor* x, const aclTensor* xShared, const aclTensor* commArgs, const aclTensor* batchInfo,
-    int64_t commId, int64_t batch, int64_t hidden, int64_t topk, int64_t ffnRanks, int64_t attnRanks,
-    int64_t expertPerRank, int64_t rank, int64_t world, int64_t tp, char* group, uint64_t* workspaceSize,
-    aclOpExecutor** executor) {
+    const aclTensor* x, const aclTensor* xShared, const aclTensor* commArgs,
+    const aclTensor* batchInfo, int64_t commId, int64_t batch, int64_t hidden, int64_t topk,
+    int64_t ffnRanks, int64_t attnRanks, int64_t expertPerRank, int64_t rank, int64_t world,
+    int64_t tp, char* group, uint64_t* workspaceSize, aclOpExecutor** executor) {
   (void)commId;
   auto s = cam::make_shape(1, hidden, topk, ffnRanks, attnRanks, expertPerRank, rank);
   s.max_seq = batch;
   s.tp = tp;
-  return cam::combine_send("aclnnXsdUmdkAsyncCombineSend", s, {x, xShared, commArgs, batchInfo, group, world},
-                           workspaceSize, executor);
+  return cam::combine_send("aclnnXsdUmdkAsyncCombineSend", s,
+                           {x, xShared, commArgs, batchInfo, group, world}, workspaceSize,
+                           executor);
 }
 CAM_PHASE_TWO(aclnnXsdUmdkAsyncCombineSend)
 
 XSD_API aclnnStatus aclnnXsdUmdkAsyncCombineRecvGetWorkspaceSize(
-    const aclTensor* placeholder, const aclTensor* topkIds, const aclTensor* topkWeights, const aclTensor* commArgs,
-    int64_t commId, int64_t batch, int64_t hidden, int64_t topk, int64_t ffnRanks, int64_t attnRanks,
-    int64_t expertPerRank, int64_t rank, int64_t world, char* group, const aclTensor* out,
-    uint64_t* workspaceSize, aclOpExecutor** executor) {
+    const aclTensor* placeholder, const aclTensor* topkIds, const aclTensor* topkWeights,
+    const aclTensor* commArgs, int64_t commId, int64_t batch, int64_t hidden, int64_t topk,
+    int64_t ffnRanks, int64_t attnRanks, int64_t expertPerRank, int64_t rank, int64_t world,
+    char* group, const aclTensor* out, uint64_t* workspaceSize, aclOpExecutor** executor) {
   (void)commId;
   auto s = cam::make_shape(1, hidden, topk, ffnRanks, attnRanks, expertPerRank, rank);
   s.batch = batch;
   return cam::combine_recv("aclnnXsdUmdkAsyncCombineRecv", s,
-                           {placeholder, topkIds, topkWeights, commArgs, out, group, world}, workspaceSize,
-                           executor);
+                           {placeholder, topkIds, topkWeights, commArgs, out, group, world},
+                           workspaceSize, executor);
 }
 CAM_PHASE_TWO(aclnnXsdUmdkAsyncCombineRecv)

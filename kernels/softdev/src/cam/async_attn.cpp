@@ -21,9 +21,11 @@ int DispatchSend::credit() {
   if (!pending) return 0;
   __atomic_fetch_add(&own->credit_violations, 1, __ATOMIC_RELAXED);
   if (!xsdSettings()->strict) return 0;
-  xsdTaskError("dispatch_send on group %s, rank %u, layer %lld: the previous dispatch has not been combined; one "
-               "dispatch per Attention rank and group may be outstanding (hardware would overwrite it)",
-               group.name.c_str(), group.rank, static_cast<long long>(shape.layer));
+  xsdTaskError(
+      "dispatch_send on group %s, rank %u, layer %lld: the previous dispatch has not been "
+      "combined; one "
+      "dispatch per Attention rank and group may be outstanding (hardware would overwrite it)",
+      group.name.c_str(), group.rank, static_cast<long long>(shape.layer));
   return kTaskFault;
 }
 
@@ -37,8 +39,9 @@ int DispatchSend::statistics() {
     for (int64_t j = 0; j < shape.topk; ++j) {
       const int64_t id = ids_p[t * shape.topk + j];
       if (id < 0 || id >= shape.ffn * shape.routed()) {
-        xsdTaskError("dispatch_send: expert id %lld of token %lld is outside 0..%lld", static_cast<long long>(id),
-                     static_cast<long long>(t), static_cast<long long>(shape.ffn * shape.routed() - 1));
+        xsdTaskError("dispatch_send: expert id %lld of token %lld is outside 0..%lld",
+                     static_cast<long long>(id), static_cast<long long>(t),
+                     static_cast<long long>(shape.ffn * shape.routed() - 1));
         return kTaskFault;
       }
     }
@@ -50,7 +53,8 @@ int DispatchSend::statistics() {
   uint32_t sum = 0;
   for (int64_t f = 0; f < shape.ffn; ++f) {
     prefix[static_cast<size_t>(f)] = sum;
-    for (int64_t s = 0; s < shape.slots; ++s) sum += counts[static_cast<size_t>(f * shape.slots + s)];
+    for (int64_t s = 0; s < shape.slots; ++s)
+      sum += counts[static_cast<size_t>(f * shape.slots + s)];
   }
   char* stats = group.window[group.rank];
   std::memcpy(stats, prefix.data(), prefix.size() * 4);
@@ -65,11 +69,13 @@ void DispatchSend::store_token(char* to, int64_t token) {
     return;
   }
   float top = 0.0f;
-  for (int64_t c = 0; c < shape.hidden; ++c) top = std::fmax(top, std::fabs(to_float(row, x.dtype, c)));
+  for (int64_t c = 0; c < shape.hidden; ++c)
+    top = std::fmax(top, std::fabs(to_float(row, x.dtype, c)));
   const float scale = top / 127.0f;
   for (int64_t c = 0; c < shape.hidden; ++c) {
     const float v = top == 0.0f ? 0.0f : to_float(row, x.dtype, c) / scale;
-    to[c] = static_cast<char>(static_cast<int8_t>(std::lrint(std::fmin(127.0f, std::fmax(-127.0f, v)))));
+    to[c] = static_cast<char>(
+        static_cast<int8_t>(std::lrint(std::fmin(127.0f, std::fmax(-127.0f, v)))));
   }
   std::memcpy(to + shape.hidden, &scale, 4);
 }
@@ -97,7 +103,8 @@ void DispatchSend::write_slot(int64_t ffn) {
     std::memcpy(index + rows * 2, list.data(), list.size() * 2);
     rows += static_cast<int64_t>(list.size());
   }
-  std::memcpy(slot + layout.counts, counts.data() + ffn * shape.slots, static_cast<size_t>(shape.slots) * 4);
+  std::memcpy(slot + layout.counts, counts.data() + ffn * shape.slots,
+              static_cast<size_t>(shape.slots) * 4);
   store64(slot + 8 * kLayer, shape.layer);
   store64(slot + 8 * kPrefix, prefix[static_cast<size_t>(ffn)]);
   xsdDelay(0xca11);

@@ -47,7 +47,8 @@ int DispatchRecv::choose(const Run& run) {
   const char* window = group.window[group.rank];
   int64_t cursor = load64(window + group.window_bytes - 32);
   if (cursor < 0 || cursor >= shape.attn) cursor = 0;
-  GroupWait wait{window, &shape, layout.bytes, cursor, &first, anchor.numel() == 16 ? anchor.data : nullptr};
+  GroupWait wait{window, &shape, layout.bytes,
+                 cursor, &first, anchor.numel() == 16 ? anchor.data : nullptr};
   return spin(run, XSD_ANY_PEER, "a dispatch of any Attention group", group_ready, &wait);
 }
 
@@ -76,9 +77,10 @@ int DispatchRecv::chunk(int64_t* start, int64_t* end) {
   }
   if (*start >= 0) return 0;
   // The real kernel gives up without a word here and leaves its outputs as they were.
-  xsdTaskError("%s on group %s: one expert's rows do not fit the receive capacity of %lld rows; raise "
-               "BATCH_SIZE_FACTOR or lower the token limit", name, group.name.c_str(),
-               static_cast<long long>(capacity));
+  xsdTaskError(
+      "%s on group %s: one expert's rows do not fit the receive capacity of %lld rows; raise "
+      "BATCH_SIZE_FACTOR or lower the token limit",
+      name, group.name.c_str(), static_cast<long long>(capacity));
   return kTaskFault;
 }
 
@@ -104,7 +106,8 @@ void DispatchRecv::copy_rows(int64_t start, int64_t end) {
         const char* token = slot + layout.tokens + layout.token_bytes * at;
         const uint64_t to = is_shared ? shared_row++ : row++;
         std::memcpy((is_shared ? x_shared : x).data + to * width, token, width);
-        if (shape.quant) std::memcpy((is_shared ? scales_shared : scales).data + 4 * to, token + shape.hidden, 4);
+        if (shape.quant)
+          std::memcpy((is_shared ? scales_shared : scales).data + 4 * to, token + shape.hidden, 4);
       }
     }
   }
@@ -138,7 +141,8 @@ void DispatchRecv::publish(int64_t start, int64_t end) {
   for (int64_t i = 0; i < shape.tp; ++i) {
     char* slot = window + layout.slot(first + i);
     for (int64_t s = 0; s < shape.slots; ++s) {
-      if (last || s <= end) store32(slot + layout.chunk + 4 * static_cast<uint64_t>(s), last ? 0 : 1);
+      if (last || s <= end)
+        store32(slot + layout.chunk + 4 * static_cast<uint64_t>(s), last ? 0 : 1);
     }
   }
   xsdDelay(0xca21);
@@ -168,8 +172,9 @@ int DispatchRecv::run() {
   const uint32_t others = __atomic_fetch_add(&own->recv_busy, 1, __ATOMIC_ACQ_REL);
   int status = 0;
   if (others != 0 && xsdSettings()->strict) {
-    xsdTaskError("%s on group %s: another receive of this rank is running; receives share one stream", name,
-                 group.name.c_str());
+    xsdTaskError(
+        "%s on group %s: another receive of this rank is running; receives share one stream", name,
+        group.name.c_str());
     status = kTaskFault;
   }
   if (status == 0) status = choose(r);
@@ -192,9 +197,11 @@ int DispatchRecv::run() {
 int CombineSend::push(const int64_t* words) {
   AttnLayout layout(shape);
   const int64_t first = words[1], start = words[3], end = words[4];
-  if (first < 0 || first + shape.tp > shape.attn || start < 0 || end < start || end >= shape.slots) {
-    xsdTaskError("%s: batch_info names rank %lld, experts %lld..%lld; it must come from dispatch_recv", name,
-                 static_cast<long long>(first), static_cast<long long>(start), static_cast<long long>(end));
+  if (first < 0 || first + shape.tp > shape.attn || start < 0 || end < start ||
+      end >= shape.slots) {
+    xsdTaskError(
+        "%s: batch_info names rank %lld, experts %lld..%lld; it must come from dispatch_recv", name,
+        static_cast<long long>(first), static_cast<long long>(start), static_cast<long long>(end));
     return kTaskFault;
   }
   const int64_t* counts = words + 5 + shape.tp;
@@ -202,7 +209,8 @@ int CombineSend::push(const int64_t* words) {
   std::vector<uint64_t> at(static_cast<size_t>(shape.tp));
   for (int64_t i = 0; i < shape.tp; ++i) {
     at[static_cast<size_t>(i)] = static_cast<uint64_t>(words[5 + i]);
-    for (int64_t s = 0; s < start; ++s) at[static_cast<size_t>(i)] += static_cast<uint64_t>(counts[i * shape.slots + s]);
+    for (int64_t s = 0; s < start; ++s)
+      at[static_cast<size_t>(i)] += static_cast<uint64_t>(counts[i * shape.slots + s]);
   }
   int64_t row = 0, shared_row = 0;
   for (int64_t s = start; s <= end; ++s) {
@@ -211,13 +219,17 @@ int CombineSend::push(const int64_t* words) {
     for (int64_t i = 0; i < shape.tp; ++i) {
       const int64_t rows = counts[i * shape.slots + s];
       char* to = group.window[first + i] + layout.rows + at[static_cast<size_t>(i)] * width;
-      const uint64_t used = layout.rows + (at[static_cast<size_t>(i)] + static_cast<uint64_t>(rows)) * width;
+      const uint64_t used =
+          layout.rows + (at[static_cast<size_t>(i)] + static_cast<uint64_t>(rows)) * width;
       if (rows < 0 || *next + rows > from.dims[0] || used > group.window_bytes) {
-        xsdTaskError("%s: %lld rows of expert slot %lld do not fit the %lld input rows or the window", name,
-                     static_cast<long long>(rows), static_cast<long long>(s), static_cast<long long>(from.dims[0]));
+        xsdTaskError(
+            "%s: %lld rows of expert slot %lld do not fit the %lld input rows or the window", name,
+            static_cast<long long>(rows), static_cast<long long>(s),
+            static_cast<long long>(from.dims[0]));
         return kTaskFault;
       }
-      std::memcpy(to, from.data + static_cast<uint64_t>(*next) * width, static_cast<uint64_t>(rows) * width);
+      std::memcpy(to, from.data + static_cast<uint64_t>(*next) * width,
+                  static_cast<uint64_t>(rows) * width);
       *next += rows;
       at[static_cast<size_t>(i)] += static_cast<uint64_t>(rows);
     }
@@ -225,7 +237,8 @@ int CombineSend::push(const int64_t* words) {
   if (end != shape.slots - 1) return 0;  // only the last chunk reports
   xsdDelay(0xca31);
   for (int64_t i = 0; i < shape.tp; ++i) {
-    store32(group.window[first + i] + layout.status + 4 * static_cast<uint64_t>(shape.rank - shape.attn),
+    store32(group.window[first + i] + layout.status +
+                4 * static_cast<uint64_t>(shape.rank - shape.attn),
             static_cast<uint32_t>(words[5 + i]) + 1);
   }
   return 0;

@@ -35,14 +35,14 @@ struct CombineRecv : AsyncKernel {
 };
 
 struct DispatchRecv : AsyncKernel {
-  View anchor, x, scales, info, counts;       // both operator sets
+  View anchor, x, scales, info, counts;        // both operator sets
   View x_shared, scales_shared, shared_count;  // the older set only
   int64_t capacity = 0;
   int run();
 
  private:
-  int64_t first = -1;                       // Attention group chosen: its first rank
-  std::vector<uint32_t> per_slot, per_tp;   // rows by slot; by (TP rank, slot)
+  int64_t first = -1;                      // Attention group chosen: its first rank
+  std::vector<uint32_t> per_slot, per_tp;  // rows by slot; by (TP rank, slot)
   bool stopped() const;
   void emit_stop();
   int choose(const Run& run);

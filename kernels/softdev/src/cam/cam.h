@@ -16,18 +16,18 @@ namespace cam {
 constexpr int kErrParamNull = 161001;
 constexpr int kErrParam = 161002;
 constexpr int kErrTiling = 561002;
-constexpr int kTaskTimeout = 507034;   // vector core timeout
-constexpr int kTaskFault = 507035;     // vector core exception
-constexpr int kTaskRemote = 507057;    // suspected remote error; also used for an aborted group
+constexpr int kTaskTimeout = 507034;  // vector core timeout
+constexpr int kTaskFault = 507035;    // vector core exception
+constexpr int kTaskRemote = 507057;   // suspected remote error; also used for an aborted group
 
 // The last page of every window belongs to the software device: nothing like it exists on an NPU.
 // The operators' own window ends where it begins.
 struct Control {
-  uint32_t abort_word;    // 0 = healthy, else (reason << 16) | (aborting rank + 1)
-  uint32_t outstanding;   // dispatches sent by this rank whose combine_recv has not finished
-  uint32_t camp2p_busy;   // a2e or e2a kernels of this rank that run now
-  uint32_t recv_busy;     // dispatch_recv kernels of this rank that run now
-  uint32_t last_op;       // 1 = a2e, 2 = e2a
+  uint32_t abort_word;   // 0 = healthy, else (reason << 16) | (aborting rank + 1)
+  uint32_t outstanding;  // dispatches sent by this rank whose combine_recv has not finished
+  uint32_t camp2p_busy;  // a2e or e2a kernels of this rank that run now
+  uint32_t recv_busy;    // dispatch_recv kernels of this rank that run now
+  uint32_t last_op;      // 1 = a2e, 2 = e2a
   uint32_t credit_violations, order_violations, overlap_violations;
 };
 constexpr uint64_t kControlBytes = 4096;
@@ -39,7 +39,9 @@ struct Group {
   uint32_t rank = 0, size = 0;
   uint64_t window_bytes = 0;  // one rank's window without the control page
   std::vector<char*> window;  // every rank's window in this process
-  Control* control(uint32_t r) const { return reinterpret_cast<Control*>(window[r] + window_bytes); }
+  Control* control(uint32_t r) const {
+    return reinterpret_cast<Control*>(window[r] + window_bytes);
+  }
   Control* own() const { return control(rank); }
 };
 // Windows of a communicator by its name. Returns 0 or an aclnn status with the error text set.
@@ -48,28 +50,39 @@ int find_group(const char* op, const char* name, Group* group);
 struct Cores {
   uint32_t vector = 0, cube = 0;
 };
-Cores device_cores();                       // XSD_AIV_COUNT (48), XSD_AIC_COUNT (24)
+Cores device_cores();  // XSD_AIV_COUNT (48), XSD_AIC_COUNT (24)
 uint32_t cores_setting(const char* name, uint32_t fallback);  // "all" or a number
-// Take cores in order of arrival; waits while others hold them. `abort` (may be null) ends the wait.
+// Take cores in order of arrival; waits while others hold them. `abort` (may be null) ends the
+// wait.
 int take_cores(int32_t device, Cores want, const uint32_t* abort);
 void give_cores(int32_t device, Cores had);
 
 class Run;
-// Spin until `ready`, or the group is aborted, a peer dies or the device's wait timeout passes: a task
-// status. `peer` is the rank waited for, or XSD_ANY_PEER.
+// Spin until `ready`, or the group is aborted, a peer dies or the device's wait timeout passes: a
+// task status. `peer` is the rank waited for, or XSD_ANY_PEER.
 int spin(const Run& run, uint32_t peer, const char* what, int (*ready)(void*), void* arg);
-inline uint32_t load32(const void* p) { return __atomic_load_n(static_cast<const uint32_t*>(p), __ATOMIC_ACQUIRE); }
-inline int64_t load64(const void* p) { return __atomic_load_n(static_cast<const int64_t*>(p), __ATOMIC_ACQUIRE); }
-inline void store32(void* p, uint32_t v) { __atomic_store_n(static_cast<uint32_t*>(p), v, __ATOMIC_RELEASE); }
-inline void store64(void* p, int64_t v) { __atomic_store_n(static_cast<int64_t*>(p), v, __ATOMIC_RELEASE); }
+inline uint32_t load32(const void* p) {
+  return __atomic_load_n(static_cast<const uint32_t*>(p), __ATOMIC_ACQUIRE);
+}
+inline int64_t load64(const void* p) {
+  return __atomic_load_n(static_cast<const int64_t*>(p), __ATOMIC_ACQUIRE);
+}
+inline void store32(void* p, uint32_t v) {
+  __atomic_store_n(static_cast<uint32_t*>(p), v, __ATOMIC_RELEASE);
+}
+inline void store64(void* p, int64_t v) {
+  __atomic_store_n(static_cast<int64_t*>(p), v, __ATOMIC_RELEASE);
+}
 
-// ---- trace: one entry per kernel, waiting apart from working -------------------------------------
+// ---- trace: one entry per kernel, waiting apart from working
+// -------------------------------------
 struct TraceEntry {
   char op[32];
   char group[32];
   int64_t tag;  // layer, or the caller's tag of a timed kernel
   uint32_t device, vector_cores, cube_cores, status;
-  uint64_t start_ns, cores_ns, ready_ns, end_ns;  // CLOCK_MONOTONIC: started, has cores, wait over, done
+  uint64_t start_ns, cores_ns, ready_ns,
+      end_ns;  // CLOCK_MONOTONIC: started, has cores, wait over, done
 };
 uint64_t now_ns();
 
@@ -99,7 +112,8 @@ class Run {
   int status_ = 0;
 };
 
-// ---- arguments -----------------------------------------------------------------------------------
+// ---- arguments
+// -----------------------------------------------------------------------------------
 struct View {
   char* data = nullptr;
   std::vector<int64_t> dims;
@@ -134,7 +148,8 @@ void free_body(void* ctx) {
 }
 // Phase one's end: an executor that owns `kernel`. These operators need no workspace.
 template <typename T>
-int make_executor(const char* op, std::unique_ptr<T> kernel, uint64_t* workspace, aclOpExecutor** out) {
+int make_executor(const char* op, std::unique_ptr<T> kernel, uint64_t* workspace,
+                  aclOpExecutor** out) {
   if (workspace == nullptr || out == nullptr) {
     xsdSetError("%s: workspaceSize and executor must not be NULL", op);
     return kErrParamNull;
@@ -148,6 +163,8 @@ int make_executor(const char* op, std::unique_ptr<T> kernel, uint64_t* workspace
 
 float to_float(const char* p, aclDataType t, int64_t i);
 void from_float(char* p, aclDataType t, int64_t i, float v);
-inline uint64_t align32(uint64_t n) { return (n + 31) / 32 * 32; }
+inline uint64_t align32(uint64_t n) {
+  return (n + 31) / 32 * 32;
+}
 
 }  // namespace cam

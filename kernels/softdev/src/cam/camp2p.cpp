@@ -61,7 +61,8 @@ void Kernel::count_launch() {
   char* table = group.window[group.rank] + kIpcDataOffset - shape.aiv * 32;
   magics_.clear();
   for (int64_t b = 0; b < shape.aiv; ++b) {
-    magics_.push_back(__atomic_add_fetch(reinterpret_cast<uint32_t*>(table + b * 32), 1, __ATOMIC_ACQ_REL));
+    magics_.push_back(
+        __atomic_add_fetch(reinterpret_cast<uint32_t*>(table + b * 32), 1, __ATOMIC_ACQ_REL));
   }
 }
 
@@ -79,15 +80,17 @@ int flag_equals(void* p) {
 }
 int Kernel::wait_flag(const char* flag, int64_t peer) {
   FlagWait wait{flag, &magics_};
-  std::string text = "rows of rank " + std::to_string(peer) + " (flag of launch " + std::to_string(magics_[0]) + ", seen " +
-                     std::to_string(load32(flag + 4)) + " at the start)";
+  std::string text = "rows of rank " + std::to_string(peer) + " (flag of launch " +
+                     std::to_string(magics_[0]) + ", seen " + std::to_string(load32(flag + 4)) +
+                     " at the start)";
   const int status = spin(*run_, static_cast<uint32_t>(peer), text.c_str(), flag_equals, &wait);
   run_->ready();
   return status;
 }
 void Kernel::set_flag(char* flag) {
   xsdDelay(0xca01);
-  for (uint32_t magic : magics_) store32(flag + 4, magic);  // every block writes; the last one stays
+  for (uint32_t magic : magics_)
+    store32(flag + 4, magic);  // every block writes; the last one stays
 }
 
 // What the hardware never reports: two kernels of one group at once race for the counter.
@@ -97,8 +100,10 @@ int Kernel::check_entry() {
   if (before != 0) {
     __atomic_fetch_add(&own->overlap_violations, 1, __ATOMIC_RELAXED);
     if (xsdSettings()->strict) {
-      xsdTaskError("%s on group %s, rank %u: another a2e or e2a of this group is still running; order send "
-                   "before the group's next receive", name(), group.name.c_str(), group.rank);
+      xsdTaskError(
+          "%s on group %s, rank %u: another a2e or e2a of this group is still running; order send "
+          "before the group's next receive",
+          name(), group.name.c_str(), group.rank);
       return kTaskFault;
     }
   }
@@ -137,12 +142,14 @@ int Kernel::a2e() {
   const int64_t rows = shape.recv_batch();
   for (int64_t i = 0; i < shape.peers(); ++i) {
     const int64_t peer = shape.rank + (i + 1) * shape.ffn;
-    int status = wait_flag(group.window[group.rank] +
-                               flag_offset(shape.rank, static_cast<uint64_t>(3 * shape.ratio() + i)),
-                           peer);
+    int status =
+        wait_flag(group.window[group.rank] +
+                      flag_offset(shape.rank, static_cast<uint64_t>(3 * shape.ratio() + i)),
+                  peer);
     if (status != 0) return status;
     std::memcpy(out.data + static_cast<uint64_t>(i * rows) * row_bytes,
-                group.window[peer] + data_offset(peer, rows, shape.topk), static_cast<uint64_t>(rows) * row_bytes);
+                group.window[peer] + data_offset(peer, rows, shape.topk),
+                static_cast<uint64_t>(rows) * row_bytes);
   }
   return 0;
 }
@@ -150,9 +157,11 @@ int Kernel::a2e() {
 int Kernel::e2a() {
   const uint64_t row_bytes = static_cast<uint64_t>(shape.hidden) * 2;
   if (shape.sender_is_attention()) {
-    int status = wait_flag(group.window[group.rank] + flag_offset(shape.rank, 5), shape.rank % shape.ffn);
+    int status =
+        wait_flag(group.window[group.rank] + flag_offset(shape.rank, 5), shape.rank % shape.ffn);
     if (status != 0) return status;
-    std::memcpy(out.data, group.window[group.rank] + data_offset(shape.rank, shape.batch, shape.topk),
+    std::memcpy(out.data,
+                group.window[group.rank] + data_offset(shape.rank, shape.batch, shape.topk),
                 static_cast<uint64_t>(shape.batch) * row_bytes);
     return 0;
   }
@@ -160,7 +169,8 @@ int Kernel::e2a() {
   for (int64_t i = 0; i < shape.peers(); ++i) {
     const int64_t peer = shape.rank + (i + 1) * shape.ffn;
     std::memcpy(group.window[peer] + data_offset(peer, rows, shape.topk),
-                in.data + static_cast<uint64_t>(i * rows) * row_bytes, static_cast<uint64_t>(rows) * row_bytes);
+                in.data + static_cast<uint64_t>(i * rows) * row_bytes,
+                static_cast<uint64_t>(rows) * row_bytes);
     set_flag(group.window[peer] + flag_offset(peer, 5));
   }
   return 0;
@@ -176,12 +186,14 @@ int prepare(const char* op, Args& args, Kernel* k, const char* group) {
   args.range("aivNum", k->shape.aiv, 1, device_cores().vector);
   args.group(group, &k->group);
   if (args.status() != 0) return args.status();
-  args.require(k->group.size == k->shape.ffn + k->shape.attn && k->group.rank == k->shape.rank,
-               "rank and expertRankSize + attentionRankSize must be the communicator's rank and size");
+  args.require(
+      k->group.size == k->shape.ffn + k->shape.attn && k->group.rank == k->shape.rank,
+      "rank and expertRankSize + attentionRankSize must be the communicator's rank and size");
   const int64_t top = k->shape.ffn + k->shape.attn - 1;
   const int64_t rows = k->shape.sender_is_attention() ? k->shape.batch : k->shape.recv_batch();
-  args.window(data_offset(top, rows, k->shape.topk) + static_cast<uint64_t>(rows * k->shape.hidden) * 2,
-              k->group, "payload");
+  args.window(
+      data_offset(top, rows, k->shape.topk) + static_cast<uint64_t>(rows * k->shape.hidden) * 2,
+      k->group, "payload");
   int status = args.status();
   k->device = calling_device(op, &status);
   return status;
@@ -197,8 +209,8 @@ using cam::Kernel;
 // which is the only mode here; the real kernels leave attenBatchSize and xActiveMaskOut unwritten.
 XSD_API aclnnStatus aclnnA2eGetWorkspaceSize(
     const aclTensor* x, const aclTensor* expertIds, const aclTensor* scales, int64_t batchSize,
-    int64_t hiddenSize, int64_t topk, int64_t expertRankSize, int64_t attentionRankSize, int64_t rank,
-    char* groupEp, int64_t aivNum, int64_t computeGate, const aclTensor* expandXOut,
+    int64_t hiddenSize, int64_t topk, int64_t expertRankSize, int64_t attentionRankSize,
+    int64_t rank, char* groupEp, int64_t aivNum, int64_t computeGate, const aclTensor* expandXOut,
     const aclTensor* simulateExpertIdsOut, const aclTensor* simulateExpertScalesOut,
     const aclTensor* attenBatchSize, const aclTensor* xActiveMaskOut, uint64_t* workspaceSize,
     aclOpExecutor** executor) {
@@ -216,9 +228,11 @@ XSD_API aclnnStatus aclnnA2eGetWorkspaceSize(
   if (k->shape.sender_is_attention()) {
     k->in = args.tensor(x, "x", {ACL_BF16, ACL_FLOAT16}, {batchSize, hiddenSize});
   } else {
-    k->out = args.tensor(expandXOut, "expandXOut", {ACL_BF16, ACL_FLOAT16}, {batchSize, hiddenSize});
+    k->out =
+        args.tensor(expandXOut, "expandXOut", {ACL_BF16, ACL_FLOAT16}, {batchSize, hiddenSize});
   }
-  return args.status() != 0 ? args.status() : cam::make_executor(op, std::move(k), workspaceSize, executor);
+  return args.status() != 0 ? args.status()
+                            : cam::make_executor(op, std::move(k), workspaceSize, executor);
 }
 
 XSD_API aclnnStatus aclnnA2e(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
@@ -226,11 +240,13 @@ XSD_API aclnnStatus aclnnA2e(void* workspace, uint64_t workspaceSize, aclOpExecu
   return xsdExecutorLaunch("aclnnA2e", workspace, workspaceSize, executor, stream);
 }
 
-XSD_API aclnnStatus aclnnE2aGetWorkspaceSize(const aclTensor* expandX, const aclTensor* attenBatchSize,
-                                             int64_t batchSize, int64_t hiddenSize, int64_t topk,
-                                             int64_t expertRankSize, int64_t attentionRankSize, int64_t rank,
-                                             char* groupEp, int64_t aivNum, const aclTensor* out,
-                                             uint64_t* workspaceSize, aclOpExecutor** executor) {
+XSD_API aclnnStatus aclnnE2aGetWorkspaceSize(const aclTensor* expandX,
+                                             const aclTensor* attenBatchSize, int64_t batchSize,
+                                             int64_t hiddenSize, int64_t topk,
+                                             int64_t expertRankSize, int64_t attentionRankSize,
+                                             int64_t rank, char* groupEp, int64_t aivNum,
+                                             const aclTensor* out, uint64_t* workspaceSize,
+                                             aclOpExecutor** executor) {
   const char* op = "aclnnE2a";
   Args args(op);
   auto k = std::make_unique<Kernel>();
@@ -244,7 +260,8 @@ XSD_API aclnnStatus aclnnE2aGetWorkspaceSize(const aclTensor* expandX, const acl
   } else {
     k->in = args.tensor(expandX, "expandX", {ACL_BF16, ACL_FLOAT16}, {batchSize, hiddenSize});
   }
-  return args.status() != 0 ? args.status() : cam::make_executor(op, std::move(k), workspaceSize, executor);
+  return args.status() != 0 ? args.status()
+                            : cam::make_executor(op, std::move(k), workspaceSize, executor);
 }
 
 XSD_API aclnnStatus aclnnE2a(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,

@@ -16,8 +16,10 @@ int find_group(const char* op, const char* name, Group* group) {
   }
   HcclComm comm = nullptr;
   if (HcclCommGetHandleWithName(name, &comm) != 0 || comm == nullptr) {
-    xsdSetError("%s: no communicator named \"%s\" in this process; create it before the operator is prepared",
-                op, name);
+    xsdSetError(
+        "%s: no communicator named \"%s\" in this process; create it before the operator is "
+        "prepared",
+        op, name);
     return kErrTiling;
   }
   void* buffer = nullptr;
@@ -90,7 +92,8 @@ View Args::tensor(const aclTensor* t, const char* name, std::vector<aclDataType>
   bool dtype_ok = dtypes.empty();
   for (aclDataType d : dtypes) dtype_ok |= d == t->dtype;
   bool shape_ok = dims.empty() || dims.size() == t->view_dims.size();
-  for (size_t i = 0; shape_ok && i < dims.size(); ++i) shape_ok = dims[i] < 0 || dims[i] == t->view_dims[i];
+  for (size_t i = 0; shape_ok && i < dims.size(); ++i)
+    shape_ok = dims[i] < 0 || dims[i] == t->view_dims[i];
   int64_t step = 1;
   bool contiguous = true;
   for (size_t i = t->view_dims.size(); i-- > 0;) {
@@ -101,19 +104,23 @@ View Args::tensor(const aclTensor* t, const char* name, std::vector<aclDataType>
     std::string got = "[", want = "[";
     for (int64_t d : t->view_dims) got += std::to_string(d) + " ";
     for (int64_t d : dims) want += (d < 0 ? std::string("any") : std::to_string(d)) + " ";
-    xsdSetError("%s: %s has dtype %d, shape %s], contiguous %d; allowed: dtype %d.., shape %s], contiguous", op_,
-                name, t->dtype, got.c_str(), contiguous, dtypes.empty() ? -1 : dtypes[0], want.c_str());
+    xsdSetError(
+        "%s: %s has dtype %d, shape %s], contiguous %d; allowed: dtype %d.., shape %s], contiguous",
+        op_, name, t->dtype, got.c_str(), contiguous, dtypes.empty() ? -1 : dtypes[0],
+        want.c_str());
     status_ = kErrParam;
     return view;
   }
   view.dims = t->view_dims;
   view.dtype = t->dtype;
-  view.data = static_cast<char*>(t->data) + t->offset * static_cast<int64_t>(xsdDtypeBits(t->dtype) / 8);
+  view.data =
+      static_cast<char*>(t->data) + t->offset * static_cast<int64_t>(xsdDtypeBits(t->dtype) / 8);
   if (t->data == nullptr && view.numel() != 0) {
     xsdSetError("%s: %s has no storage", op_, name);
     status_ = kErrParamNull;
   } else if (xsdSettings()->strict &&
-             xsdCheckRange(view.data, static_cast<uint64_t>(view.numel()) * xsdDtypeBits(t->dtype) / 8) < 0) {
+             xsdCheckRange(view.data,
+                           static_cast<uint64_t>(view.numel()) * xsdDtypeBits(t->dtype) / 8) < 0) {
     xsdSetError("%s: %s runs over the end of its allocation", op_, name);
     status_ = kErrParam;
   }
@@ -139,9 +146,10 @@ void Args::group(const char* name, Group* group) {
 
 void Args::window(uint64_t need, const Group& group, const char* part) {
   if (status_ != 0 || need <= group.window_bytes) return;
-  xsdSetError("%s: the %s needs %llu window bytes, group %s has %llu; raise the communicator's buffer size", op_,
-              part, static_cast<unsigned long long>(need), group.name.c_str(),
-              static_cast<unsigned long long>(group.window_bytes));
+  xsdSetError(
+      "%s: the %s needs %llu window bytes, group %s has %llu; raise the communicator's buffer size",
+      op_, part, static_cast<unsigned long long>(need), group.name.c_str(),
+      static_cast<unsigned long long>(group.window_bytes));
   status_ = kErrTiling;
 }
 

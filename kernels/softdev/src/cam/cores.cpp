@@ -55,8 +55,8 @@ uint32_t number(const char* name, const char* text, uint32_t fallback) {
   const long value = std::strtol(text, &end, 10);
   if (*end == '\0' && value > 0 && value <= 1024) return static_cast<uint32_t>(value);
   // A setting that is silently ignored would make a test prove nothing.
-  std::fprintf(stderr, "software device: %s=%s is not a whole number from 1 to 1024; using %u\n", name, text,
-               fallback);
+  std::fprintf(stderr, "software device: %s=%s is not a whole number from 1 to 1024; using %u\n",
+               name, text, fallback);
   return fallback;
 }
 }  // namespace
@@ -130,8 +130,8 @@ void Run::start(const uint32_t* abort) {
   status_ = take_cores(device_, cores_, abort);
   held_ = status_ == 0;
   if (status_ == kTaskFault) {
-    xsdTaskError("%s needs %u vector and %u cube cores; the device has %u and %u", entry_.op, cores_.vector,
-                 cores_.cube, device_cores().vector, device_cores().cube);
+    xsdTaskError("%s needs %u vector and %u cube cores; the device has %u and %u", entry_.op,
+                 cores_.vector, cores_.cube, device_cores().vector, device_cores().cube);
   } else if (abort != nullptr && load32(abort) != 0) {  // nothing starts any more
     xsdTaskError("%s on group %s: aborted before the kernel started", entry_.op, entry_.group);
     status_ = kTaskRemote;
@@ -162,7 +162,8 @@ Run::~Run() {
 
 }  // namespace cam
 
-// ---- the software device's own interface: nothing like it exists on an NPU ------------------------
+// ---- the software device's own interface: nothing like it exists on an NPU
+// ------------------------
 using cam::TraceEntry;
 
 XSD_API void xsdCamTraceEnable(int on) {

@@ -75,8 +75,8 @@ using cam::Args;
 // x, scales (float32, only for int8 x), counts (int64 per expert) and out may all be NULL.
 XSD_API aclnnStatus aclnnXsdTimedKernelGetWorkspaceSize(
     const aclTensor* x, const aclTensor* scales, const aclTensor* counts, int64_t vectorCores,
-    int64_t cubeCores, int64_t microseconds, int64_t tag, double alpha, double beta, const aclTensor* out,
-    uint64_t* workspaceSize, aclOpExecutor** executor) {
+    int64_t cubeCores, int64_t microseconds, int64_t tag, double alpha, double beta,
+    const aclTensor* out, uint64_t* workspaceSize, aclOpExecutor** executor) {
   const char* op = "aclnnXsdTimedKernel";
   Args args(op);
   args.range("vectorCores", vectorCores, 0, cam::device_cores().vector);
@@ -88,7 +88,8 @@ XSD_API aclnnStatus aclnnXsdTimedKernelGetWorkspaceSize(
     k->x = args.tensor(x, "x", {ACL_BF16, ACL_FLOAT16, ACL_FLOAT, ACL_INT8}, {-1, -1});
     k->out = args.tensor(out, "out", {ACL_BF16, ACL_FLOAT16, ACL_FLOAT}, k->x.dims);
     if (counts != nullptr) k->counts = args.tensor(counts, "counts", {ACL_INT64}, {-1});
-    if (k->x.dtype == ACL_INT8) k->scales = args.tensor(scales, "scales", {ACL_FLOAT}, {k->x.dims[0]});
+    if (k->x.dtype == ACL_INT8)
+      k->scales = args.tensor(scales, "scales", {ACL_FLOAT}, {k->x.dims[0]});
   }
   int status = args.status();
   k->device = cam::calling_device(op, &status);
@@ -101,19 +102,20 @@ XSD_API aclnnStatus aclnnXsdTimedKernelGetWorkspaceSize(
   return cam::make_executor(op, std::move(k), workspaceSize, executor);
 }
 
-XSD_API aclnnStatus aclnnXsdTimedKernel(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
-                                        aclrtStream stream) {
+XSD_API aclnnStatus aclnnXsdTimedKernel(void* workspace, uint64_t workspaceSize,
+                                        aclOpExecutor* executor, aclrtStream stream) {
   return xsdExecutorLaunch("aclnnXsdTimedKernel", workspace, workspaceSize, executor, stream);
 }
 
 // How many Attention groups (of tpSize ranks) have a dispatch waiting in this FFN rank's window.
 // Takes no cores and no stream; negative: the group is unknown (-1) or aborted (-2). Groups whose
 // chunks are half taken count as ready.
-XSD_API int32_t xsdCamDispatchReady(const char* group, int64_t maxSeqLen, int64_t hiddenSize, int64_t topk,
-                                    int64_t attnRankNum, int64_t slots, int64_t tpSize,
-                                    int64_t dynamicQuant) {
+XSD_API int32_t xsdCamDispatchReady(const char* group, int64_t maxSeqLen, int64_t hiddenSize,
+                                    int64_t topk, int64_t attnRankNum, int64_t slots,
+                                    int64_t tpSize, int64_t dynamicQuant) {
   cam::Group g;
-  if (tpSize < 1 || attnRankNum < tpSize || cam::find_group("xsdCamDispatchReady", group, &g) != 0) return -1;
+  if (tpSize < 1 || attnRankNum < tpSize || cam::find_group("xsdCamDispatchReady", group, &g) != 0)
+    return -1;
   if (cam::load32(&g.own()->abort_word) != 0) return -2;
   cam::AsyncShape shape;
   shape.max_seq = maxSeqLen;

@@ -6,6 +6,7 @@
 //   kernel.cpp  the work itself, on the stream's thread: the A3 cross-rank protocol
 //   window.cpp  layout of the peer-visible window, waits, and who aborted
 //   gemm.cpp    bf16 matrix product with a fixed order of accumulation
+//   quant.cpp   integer modes: rounding of rows, exact products
 #pragma once
 
 #include <cstdint>
@@ -70,7 +71,7 @@ struct View {
   char* data = nullptr;
   int64_t dims[2] = {1, 1};
   int64_t strides[2] = {1, 1};  // elements
-  int64_t item_bytes = 0;
+  int64_t item_bytes = 0;  // 0 for INT4, which no element address is asked of
   aclDataType dtype = ACL_DT_UNDEFINED;
 
   template <class T>
@@ -82,15 +83,26 @@ struct View {
   }
 };
 
+enum class Quant : int64_t { kNone = 0, kInt8 = 8, kInt4 = 4 };
+
+struct QuantSettings {
+  bool offset_binary = false;          // int4 as value + 8 instead of two's complement
+  uint32_t scale_mask = 0xffffffffu;  // the bits of a column scale that count
+};
+
 // Offsets into the launch's workspace, bytes; every part starts on 64 bytes.
 struct WorkspacePlan {
   uint64_t ids = 0;        // int32 [bs, K]   experts after masking
   uint64_t position = 0;   // int32 [bs, K]   row of the permuted order
   uint64_t counts = 0;     // int32 [EP, EP*E + 1]  rows each source sends to each expert
   uint64_t first_row = 0;  // int32 [EP, EP*E + 1]  where they start in the source's window
-  uint64_t gate_up = 0;    // bf16  [R, 2I]   first product, rounded
+  uint64_t gate_up = 0;    // bf16  [R, 2I]   first product, rounded; not with integer weights
   uint64_t tile_in = 0;    // fp32  [tile, max(H, I)]
   uint64_t tile_out = 0;   // fp32  [tile, max(H, 2I)]
+  uint64_t rows = 0;       // int8  [2, tile, max(H, I)]   integer weights: high and low parts
+  uint64_t scales = 0;     // fp32  [tile]
+  uint64_t sums = 0;       // int32 [2, tile, max(H, 2I)]
+  uint64_t group = 0;      // int8  [max(H, I), 64]   int4 weights of one block column
   uint64_t bytes = 0;
 };
 
@@ -104,8 +116,12 @@ struct Problem {
   int64_t moe_expert_num = 0, ccl_buffer_size = 0;
   float clamp = 0.0f;  // 0 = none
   bool has_mask = false;
+  Quant quant = Quant::kNone;
+  QuantSettings settings;
   View context, x, topk_ids, topk_weights, mask, y, expert_token_nums;
   std::vector<View> weight1, weight2;
+  std::vector<View> scales1, scales2;  // UINT64 [2I] and [H], integer weights
+  std::vector<View> bias1, bias2;      // FLOAT [2I] and [H], int4 weights
   WorkspacePlan plan;
 };
 

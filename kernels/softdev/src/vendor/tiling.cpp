@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "limits.h"
+#include "quant.h"
 #include "window.h"
 
 XSD_API const char* aclrtGetSocName();
@@ -61,7 +62,7 @@ class Tiling {
     const Step steps[] = {&Tiling::comm_alg,   &Tiling::tokens,   &Tiling::weights,
                           &Tiling::optionals,  &Tiling::sizes,    &Tiling::quantisation,
                           &Tiling::activation, &Tiling::outputs,  &Tiling::platform,
-                          &Tiling::ccl_size,   &Tiling::workspace};
+                          &Tiling::ccl_size,   &Tiling::kernel,   &Tiling::workspace};
     for (Step step : steps) {
       const aclnnStatus status = (this->*step)();
       if (status != kOk) return status;
@@ -88,14 +89,15 @@ class Tiling {
                   tensor->view_dims.size());
     out->name = name;
     out->dtype = tensor->dtype;
-    out->item_bytes = static_cast<int64_t>(xsdDtypeBits(tensor->dtype) / 8);
+    const int64_t bits = static_cast<int64_t>(xsdDtypeBits(tensor->dtype));
+    out->item_bytes = bits / 8;
     for (size_t i = 0; i < rank; ++i) {
       out->dims[i] = tensor->view_dims[i];
       out->strides[i] = tensor->strides[i];
     }
     if (out->dims[0] > 0 && out->dims[1] > 0 && tensor->data == nullptr)
       return fail(kInvalid, "%s has no data address.", name);
-    out->data = static_cast<char*>(tensor->data) + tensor->offset * out->item_bytes;
+    out->data = static_cast<char*>(tensor->data) + tensor->offset * bits / 8;
     return kOk;
   }
 
@@ -154,6 +156,7 @@ class Tiling {
       return s;
     p_.weight1.resize(static_cast<size_t>(p_.local_experts));
     p_.weight2.resize(static_cast<size_t>(p_.local_experts));
+    if ((s = weight_type()) != kOk) return s;
     for (size_t e = 0; e < p_.weight1.size(); ++e) {
       if ((s = one_weight(args_.weight1->items[e], "weight1", e, &p_.weight1[e])) != kOk) return s;
       if ((s = one_weight(args_.weight2->items[e], "weight2", e, &p_.weight2[e])) != kOk) return s;
@@ -178,27 +181,79 @@ class Tiling {
                 static_cast<const void*>(list));
   }
 
+  // What the weights are is read from their type; the first one decides.
+  aclnnStatus weight_type() {
+    const aclTensor* first = args_.weight1->items[0];
+    if (xsdTensorAlive(first) == 0)
+      return fail(kInvalid, "weight1[0]=%p is not a live aclTensor.",
+                  static_cast<const void*>(first));
+    switch (first->dtype) {
+      case ACL_BF16:
+        return kOk;
+      case ACL_INT8:
+        p_.quant = Quant::kInt8;
+        break;
+      case ACL_INT4:
+      case ACL_INT32:
+        p_.quant = Quant::kInt4;
+        break;
+      case ACL_FLOAT8_E5M2:
+      case ACL_FLOAT8_E4M3FN:
+      case ACL_FLOAT4_E2M1:
+        return fail(kTiling,
+                    "weight1[0] has data type %d: MXFP weights (A8W8-FP, A8W4-FP, A4W4-FP) belong to "
+                    "Ascend950, this library has no kernel for them.",
+                    static_cast<int>(first->dtype));
+      default:
+        return fail(kTiling,
+                    "weight1[0] has data type %d; allowed: BF16 (27), INT8 (2), INT4 (29), or INT32 "
+                    "(3) holding eight INT4.",
+                    static_cast<int>(first->dtype));
+    }
+    const char* unknown = read_quant_settings(&p_.settings);
+    return unknown == nullptr ? kOk
+                              : fail(kTiling, "the software device's setting %s has another value.",
+                                     unknown);
+  }
+
   aclnnStatus one_weight(const aclTensor* tensor, const char* list, size_t index, View* out) {
     char name[32];
     std::snprintf(name, sizeof name, "%s[%zu]", list, index);
     aclnnStatus s = view(tensor, name, 2, out);
     out->name = list;
     if (s != kOk) return s;
-    if (out->dtype != ACL_BF16)
-      return fail(kTiling, "%s has data type %d; this library computes BF16 (27) weights only.",
-                  name, static_cast<int>(out->dtype));
-    if (tensor->format != ACL_FORMAT_ND)
-      return fail(kTiling, "%s has format %d; BF16 weights must be ND (2).", name,
-                  static_cast<int>(tensor->format));
+    // The wrapper presents INT32 as eight INT4 in FRACTAL_NZ, whatever format it was given.
+    const bool packed = p_.quant == Quant::kInt4 && out->dtype == ACL_INT32;
+    const aclDataType wanted = p_.quant == Quant::kNone    ? ACL_BF16
+                               : p_.quant == Quant::kInt8  ? ACL_INT8
+                               : packed                    ? ACL_INT32
+                                                           : ACL_INT4;
+    if (out->dtype != wanted)
+      return fail(kTiling, "%s has data type %d, but weight1[0] makes it %s weights.", name,
+                  static_cast<int>(out->dtype), mode_name());
+    const aclFormat format = p_.quant == Quant::kNone ? ACL_FORMAT_ND : ACL_FORMAT_FRACTAL_NZ;
+    if (!packed && tensor->format != format)
+      return fail(kTiling, "%s has format %d; %s weights must be %s (%d).", name,
+                  static_cast<int>(tensor->format), mode_name(),
+                  format == ACL_FORMAT_ND ? "ND" : "FRACTAL_NZ", static_cast<int>(format));
     // The operator reads weights as contiguous whatever their strides say.
     if (xsdSettings()->strict && !out->contiguous())
       return fail(kTiling,
                   "%s has strides [%lld, %lld] for shape [%lld, %lld]: weights must be contiguous.",
                   name, Long(out->strides[0]), Long(out->strides[1]), Long(out->dims[0]),
                   Long(out->dims[1]));
+    if (packed) {
+      out->dims[1] *= 8;
+      out->dtype = ACL_INT4;
+      out->item_bytes = 0;
+    }
     out->strides[0] = out->dims[1];
     out->strides[1] = 1;
     return kOk;
+  }
+
+  const char* mode_name() const {
+    return p_.quant == Quant::kNone ? "BF16" : p_.quant == Quant::kInt8 ? "INT8" : "INT4";
   }
 
   // A list whose tensors are all empty means "absent": the wrapper itself builds such dummies.
@@ -230,22 +285,66 @@ class Tiling {
       return fail(kTiling, "maskBuffer is given; this library cannot skip ranks, pass NULL.");
     if (present(args_.scales))
       return fail(kTiling, "scales is given; it belongs to pre-quantised x, pass NULL.");
-    const struct {
-      const aclTensorList* list;
-      const char* name;
-    } quant[4] = {{args_.weight_scales1, "weightScales1"},
-                  {args_.weight_scales2, "weightScales2"},
-                  {args_.bias1, "bias1"},
-                  {args_.bias2, "bias2"}};
-    for (const auto& one : quant)
-      if (present(one.list))
-        return fail(kTiling, "%s is given; it must be absent for BF16 weights.", one.name);
-    if (!present(args_.x_active_mask)) return kOk;
     aclnnStatus s;
+    if ((s = column_lists()) != kOk) return s;
+    if (!present(args_.x_active_mask)) return kOk;
     if ((s = view(args_.x_active_mask, "x_active_mask", 1, &p_.mask)) != kOk) return s;
     if ((s = dtype(p_.mask, ACL_INT8, "INT8 (2)")) != kOk) return s;
     p_.has_mask = true;
     return same("length of x_active_mask", p_.mask.dims[0], "bs", p_.tokens);
+  }
+
+  // Scales and biases: one tensor per expert, one element per column of its weight.
+  aclnnStatus column_lists() {
+    const struct {
+      const aclTensorList* list;
+      const char* name;
+      bool wanted;
+      aclDataType dtype;
+      const char* type_name;
+      int64_t columns;
+      std::vector<View>* out;
+    } lists[4] = {
+        {args_.weight_scales1, "weightScales1", p_.quant != Quant::kNone, ACL_UINT64, "UINT64 (10)",
+         2 * p_.inter, &p_.scales1},
+        {args_.weight_scales2, "weightScales2", p_.quant != Quant::kNone, ACL_UINT64, "UINT64 (10)",
+         p_.hidden, &p_.scales2},
+        {args_.bias1, "bias1", p_.quant == Quant::kInt4, ACL_FLOAT, "FLOAT (0)", 2 * p_.inter,
+         &p_.bias1},
+        {args_.bias2, "bias2", p_.quant == Quant::kInt4, ACL_FLOAT, "FLOAT (0)", p_.hidden,
+         &p_.bias2}};
+    for (const auto& one : lists) {
+      if (!present(one.list)) {
+        if (!one.wanted) continue;
+        return fail(kTiling, "%s is absent; %s weights need it: %lld tensors of %s [%lld].", one.name,
+                    mode_name(), Long(p_.local_experts), one.type_name, Long(one.columns));
+      }
+      if (!one.wanted)
+        return fail(kTiling, "%s is given; it must be absent for %s weights.", one.name, mode_name());
+      aclnnStatus s;
+      if ((s = live(one.list, one.name)) != kOk) return s;
+      char length[48];
+      std::snprintf(length, sizeof length, "length of %s", one.name);
+      if ((s = same(length, static_cast<int64_t>(one.list->items.size()), "length of weight1",
+                    p_.local_experts)) != kOk)
+        return s;
+      one.out->resize(one.list->items.size());
+      for (size_t e = 0; e < one.out->size(); ++e) {
+        View& v = (*one.out)[e];
+        char name[32];
+        std::snprintf(name, sizeof name, "%s[%zu]", one.name, e);
+        if ((s = view(one.list->items[e], name, 1, &v)) != kOk) return s;
+        v.name = one.name;
+        if (v.dtype != one.dtype)
+          return fail(kTiling, "%s has data type %d; allowed: %s.", name, static_cast<int>(v.dtype),
+                      one.type_name);
+        // The operator checks the length of biases only and would read past shorter scales.
+        if ((s = same(name, v.dims[0], "columns of its weight", one.columns)) != kOk) return s;
+        if (v.strides[0] != 1)
+          return fail(kTiling, "%s has stride %lld: it must be contiguous.", name, Long(v.strides[0]));
+      }
+    }
+    return kOk;
   }
 
   aclnnStatus sizes() {
@@ -272,13 +371,15 @@ class Tiling {
   }
 
   aclnnStatus quantisation() {
-    if (args_.dispatch_quant_mode != 0)
-      return fail(kTiling, "dispatch_quant_mode=%lld is not accepted: 0 for BF16 weights.",
-                  Long(args_.dispatch_quant_mode));
-    if (args_.dispatch_quant_out_dtype != 28 && args_.dispatch_quant_out_dtype != ACL_BF16)
-      return fail(kTiling,
-                  "dispatch_quant_out_dtype=%lld is not accepted: 28 (undefined) or 27 (BF16).",
-                  Long(args_.dispatch_quant_out_dtype));
+    const bool quantised = p_.quant != Quant::kNone;
+    if (args_.dispatch_quant_mode != (quantised ? 2 : 0))
+      return fail(kTiling, "dispatch_quant_mode=%lld is not accepted: %s for %s weights.",
+                  Long(args_.dispatch_quant_mode), quantised ? "2 (int8 per token)" : "0",
+                  mode_name());
+    const int64_t type = args_.dispatch_quant_out_dtype;
+    if (type != 28 && type != (quantised ? ACL_INT8 : ACL_BF16))
+      return fail(kTiling, "dispatch_quant_out_dtype=%lld is not accepted: %s.", Long(type),
+                  quantised ? "2 (INT8)" : "28 (undefined) or 27 (BF16)");
     if (args_.combine_quant_mode != 0)
       return fail(kTiling, "combine_quant_mode=%lld is not accepted: 0.",
                   Long(args_.combine_quant_mode));
@@ -327,7 +428,7 @@ class Tiling {
   }
 
   aclnnStatus ccl_size() {
-    const int64_t need = window_need(p_.tokens, p_.topk, p_.hidden, p_.ranks);
+    const int64_t need = window_need(p_.tokens, p_.topk, p_.hidden, p_.ranks, p_.quant);
     if (p_.ccl_buffer_size / 2 >= need) return kOk;
     return fail(
         kTiling,
@@ -337,6 +438,13 @@ class Tiling {
         "pass fewer tokens.",
         Long(p_.ccl_buffer_size), Long(p_.tokens), Long(p_.topk), Long(p_.hidden), Long(p_.ranks),
         Long(2 * need), Long(need), Long((need + (1 << 20) - 1) >> 20));
+  }
+
+  // Choice of the kernel, after all other checks.
+  aclnnStatus kernel() {
+    if (p_.quant == Quant::kNone || args_.dispatch_quant_out_dtype == ACL_INT8) return kOk;
+    return fail(kTiling, "dispatch_quant_out_dtype=%lld must be INT8 (2) in quant mode.",
+                Long(args_.dispatch_quant_out_dtype));
   }
 
   aclnnStatus workspace() {
@@ -355,10 +463,18 @@ class Tiling {
     plan.position = reserve(slots * 4);
     plan.counts = reserve(matrix * 4);
     plan.first_row = reserve(matrix * 4);
-    plan.gate_up =
-        reserve(static_cast<uint64_t>(p_.max_recv) * static_cast<uint64_t>(2 * p_.inter) * 2);
+    const bool quantised = p_.quant != Quant::kNone;
+    if (!quantised)
+      plan.gate_up =
+          reserve(static_cast<uint64_t>(p_.max_recv) * static_cast<uint64_t>(2 * p_.inter) * 2);
     plan.tile_in = reserve(kTileRows * deep * 4);
     plan.tile_out = reserve(kTileRows * wide * 4);
+    if (quantised) {
+      plan.rows = reserve(2 * kTileRows * deep);
+      plan.scales = reserve(kTileRows * 4);
+      plan.sums = reserve(2 * kTileRows * wide * 4);
+      if (p_.quant == Quant::kInt4) plan.group = reserve(64 * deep);
+    }
     plan.bytes = end;
     return kOk;
   }

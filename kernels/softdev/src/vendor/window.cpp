@@ -60,17 +60,19 @@ int Window::open(const Problem& problem) {
                  Long(ranks), res_->size);
   }
   const int64_t bytes = static_cast<int64_t>(res_->window_bytes);
-  layout_.row_bytes = problem.hidden * 2;
+  layout_.sent_row_bytes = row_stride(problem.hidden, problem.quant);
+  layout_.result_row_bytes = problem.hidden * 2;
   layout_.a = kReservedBytes;
-  layout_.d = layout_.a + static_cast<uint64_t>(problem.tokens * problem.topk * layout_.row_bytes);
+  layout_.d = layout_.a + static_cast<uint64_t>(sent_bytes(problem.tokens, problem.topk,
+                                                           problem.hidden, problem.quant));
   const int64_t end =
-      static_cast<int64_t>(layout_.d) + problem.tokens * problem.topk * layout_.row_bytes;
+      static_cast<int64_t>(layout_.d) + problem.tokens * problem.topk * layout_.result_row_bytes;
   const int64_t flags = (bytes - ranks * static_cast<int64_t>(kLineBytes)) / 512 * 512;
   const int64_t tpe = flags - tpe_bytes(ranks);
   if (end > tpe)  // on hardware an access outside the window
     return abort(
         kException, "the window has %lld bytes, this launch needs %lld; cclBufferSize said %lld",
-        Long(bytes), Long(window_need(problem.tokens, problem.topk, problem.hidden, ranks)),
+        Long(bytes), Long(window_need(problem.tokens, problem.topk, problem.hidden, ranks, problem.quant)),
         Long(problem.ccl_buffer_size));
   layout_.flags = static_cast<uint64_t>(flags);
   layout_.tpe = static_cast<uint64_t>(tpe);
@@ -79,7 +81,8 @@ int Window::open(const Problem& problem) {
   if (problem.ccl_buffer_size / 2 > bytes)
     return abort(kException, "cclBufferSize=%lld, but the communicator's buffer has %lld bytes",
                  Long(problem.ccl_buffer_size), Long(2 * bytes));
-  return poisoned(true);
+  const int dirty = poisoned(true);
+  return dirty != 0 ? dirty : check_barrier_kind();
 }
 
 WindowHeader* Window::header(int64_t rank) const {
@@ -87,14 +90,13 @@ WindowHeader* Window::header(int64_t rank) const {
   return reinterpret_cast<WindowHeader*>(base(rank) + kReservedBytes - 4096);
 }
 
-uint16_t* Window::sent(int64_t rank, int64_t row) const {
-  return reinterpret_cast<uint16_t*>(base(rank) + layout_.a +
-                                     static_cast<uint64_t>(row * layout_.row_bytes));
+char* Window::sent(int64_t rank, int64_t row) const {
+  return base(rank) + layout_.a + static_cast<uint64_t>(row * layout_.sent_row_bytes);
 }
 
 uint16_t* Window::result(int64_t rank, int64_t row) const {
   return reinterpret_cast<uint16_t*>(base(rank) + layout_.d +
-                                     static_cast<uint64_t>(row * layout_.row_bytes));
+                                     static_cast<uint64_t>(row * layout_.result_row_bytes));
 }
 
 int32_t* Window::tpe_row(int64_t rank, int64_t source) const {
@@ -158,7 +160,8 @@ int Window::poisoned(bool at_start) const {
 LaunchShape Window::shape() const {
   const Problem& p = *problem_;
   return {p.tokens,        p.hidden,   p.topk,           p.inter,
-          p.local_experts, p.max_recv, p.moe_expert_num, static_cast<int64_t>(res_->window_bytes)};
+          p.local_experts, p.max_recv, p.moe_expert_num, static_cast<int64_t>(res_->window_bytes),
+          p.quant == Quant::kNone ? 16 : static_cast<int64_t>(p.quant)};
 }
 
 void Window::publish_shape() {
@@ -169,7 +172,7 @@ void Window::publish_shape() {
 int Window::check_shapes() {
   static const char* const names[] = {
       "bs",         "H", "K", "I", "experts per rank", "max_recv_token_num", "moe_expert_num",
-      "window size"};
+      "window size", "bits of a weight"};
   constexpr int fields = static_cast<int>(sizeof names / sizeof names[0]);
   static_assert(sizeof(LaunchShape) == fields * sizeof(int64_t), "one name per field");
   int64_t mine[fields], theirs[fields];
@@ -215,7 +218,22 @@ int Window::wait_counts(int64_t source) {
   return 0;
 }
 
+int Window::check_barrier_kind() {
+  uint32_t* kind = &header(rank())->barrier;
+  const uint32_t mine = problem_->quant == Quant::kInt8 ? 2 : 1;
+  if (*kind == 0) *kind = mine;
+  if (*kind == mine) return 0;
+  return abort(kException,
+               "the window's flags are in use for launches with %s weights, this one has %s; the two "
+               "kinds synchronise by different words. Use a communicator of its own for each",
+               *kind == 2 ? "int8" : "bf16 or int4", mine == 2 ? "int8" : "bf16 or int4");
+}
+
 int Window::barrier() {
+  return problem_->quant == Quant::kInt8 ? counter_barrier() : toggle_barrier();
+}
+
+int Window::toggle_barrier() {
   // One barrier per launch, and a launch's counts arrive only after its sender has left the
   // previous barrier: no rank can run a second toggle past a peer that has not yet seen the first.
   // The second word of the own slot keeps the state from launch to launch.
@@ -228,6 +246,25 @@ int Window::barrier() {
   }
   for (int64_t peer = 0; peer < problem_->ranks; ++peer) {
     const int code = wait(flag(rank(), peer), false, want, peer);
+    if (code != 0) return code;
+  }
+  return 0;
+}
+
+int Window::counter_barrier() {
+  // Slots of 64 bytes, one per peer, and behind them this rank's own number of barriers. The
+  // operator also accepts a peer that is one ahead; here none can be, as in toggle_barrier.
+  char* flags = base(rank()) + layout_.flags;
+  const auto slot = [](char* from, int64_t index) {
+    return reinterpret_cast<uint32_t*>(from + index * 64);
+  };
+  const uint32_t want = ++*slot(flags, problem_->ranks);
+  for (int64_t i = 0; i < problem_->ranks; ++i) {
+    const int64_t peer = (rank() + i) % problem_->ranks;
+    __atomic_store_n(slot(base(peer) + layout_.flags, rank()), want, __ATOMIC_RELEASE);
+  }
+  for (int64_t peer = 0; peer < problem_->ranks; ++peer) {
+    const int code = wait(slot(flags, peer), false, want, peer);
     if (code != 0) return code;
   }
   return 0;
