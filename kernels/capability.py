@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from xmoe import env
 from xmoe.errors import ConfigError, LibraryError
-from xmoe.kernels.acl import loader, toolkit, versions
+from xmoe.kernels.acl import chain, loader, toolkit, versions
 from xmoe.kernels.acl.problems import Code, Problem
 from xmoe.kernels.acl.status import REPEAT_INITIALIZE
+from xmoe.kernels.acl.vendor import MegaMoeSymbols
 
 _NOT_LIBRARY = {Code.COMM_SYMBOL_MISSING, Code.SOC_UNKNOWN, Code.VERSION_UNKNOWN}
 
@@ -41,6 +43,7 @@ class Capability:
     warnings   sentences about things that look odd and do no harm by themselves
     variant_witnesses   what pin, metadata and return-code probe say of the ABI variant
     callable_variants   those this installation has compiled calls for
+    chain      the vendor chain and what lies around it, see `xmoe.kernels.acl.chain`
     identity   the software device's name for itself; None on a vendor's CANN. For reports only
     """
 
@@ -61,6 +64,8 @@ class Capability:
     identity: str | None = None
     problems: tuple[tuple[str, str], ...] = ()
     warnings: tuple[str, ...] = ()
+    version_files: tuple[tuple[str, str], ...] = ()
+    chain: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def available(self) -> bool:
@@ -124,18 +129,33 @@ def _probe(
     kit = toolkit.find_toolkit(device, root=root, environ=environ)
     found.update(toolkit_root=str(kit.root), toolkit_kind=kit.kind, found_via=kit.found_via)
     report = versions.toolkit_version(kit.root)
-    found["warnings"] = report.warnings
+    warnings = [*report.warnings]
     if report.version is None:
         problems.append(Problem(Code.VERSION_UNKNOWN, "; ".join(report.warnings)))
     else:
         found["cann_version"] = str(report.version)
-    runtime = loader.load(kit)
+    found["version_files"] = report.found
+    runtime, symbols = None, None
+    try:
+        runtime = loader.load(kit)
+        symbols = _probe_runtime(found, problems, runtime, abi_variant)
+    finally:
+        # Also for a toolkit that cannot be loaded: the report shows why.
+        around = chain.inspect(kit, runtime, symbols)
+        found["chain"] = around.parts
+        found["warnings"] = (*warnings, *around.warnings)
+        problems.extend(around.problems)
+
+
+def _probe_runtime(
+    found: dict[str, Any], problems: list[Problem], runtime: loader.Runtime, pinned: str | None
+) -> MegaMoeSymbols | None:
     found["identity"] = runtime.identity
     found["callable_variants"] = runtime.callable_variants()
     found["soc"] = soc_name(runtime)
     if found["soc"] is None:
         problems.append(Problem(Code.SOC_UNKNOWN, "aclrtGetSocName returned no name"))
-    _probe_mega_moe(found, problems, runtime, abi_variant)
+    symbols = _probe_mega_moe(found, problems, runtime, pinned)
     missing = runtime.missing_comm_symbols()
     found["missing_comm_symbols"] = missing
     if missing:
@@ -144,15 +164,16 @@ def _probe(
         problems.append(
             Problem(Code.COMM_SYMBOL_MISSING, f"{', '.join(missing)}: {'; '.join(why)}")
         )
+    return symbols
 
 
 def _probe_mega_moe(
     found: dict[str, Any], problems: list[Problem], runtime: loader.Runtime, pinned: str | None
-) -> None:
+) -> MegaMoeSymbols | None:
     symbols = runtime.find_mega_moe(pinned)
     if isinstance(symbols, Problem):
         problems.append(symbols)
-        return
+        return None
     found["mega_moe"] = True
     found["vendor"] = str(symbols.vendor.path)
     found["vendor_version"] = symbols.vendor_version or None
@@ -172,6 +193,13 @@ def _probe_mega_moe(
         found["abi_variant"] = symbols.variant.id
     if said.problem is not None:
         problems.append(said.problem)
+    return symbols
+
+
+def search_key() -> tuple[str | None, ...]:
+    """The environment that decides what a probe finds, as it stands now. Local."""
+    names = ("XMOE_DEVICE", "XMOE_ABI_PROBE", *loader.CHAIN_VARIABLES)
+    return tuple(env.text(name) for name in names)
 
 
 def soc_name(runtime: loader.Runtime) -> str | None:

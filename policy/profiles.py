@@ -114,6 +114,24 @@ _A3_M21 = replace(
 )
 _A2_M21 = replace(_A3_M21, name="a2-master-2026-07-21", soc_family="A2", window="A2")
 
+# Variants C and D stood on master between R910 and M21, F between M21 and the source of HIC-TIL. Of
+# each pair of neighbours the narrower limits are taken; nobody read the tilings in between.
+_A3_MID = replace(
+    _A3_GA,
+    name="a3-master-2026-07-01",
+    operator_build="master from 4cccb6393 to before b88c404e3",
+    abi_variants=OneOf(("C", "D"), "op_api history; limits inferred, the narrower of R910 and M21"),
+)
+_A2_MID = replace(_A3_MID, name="a2-master-2026-07-01", soc_family="A2", window="A2")
+_A3_F = replace(
+    _A3_M21,
+    name="a3-hicann-24d42e043",
+    operator_build="hicann 24d42e043",
+    abi_variants=OneOf(("F",), "op_api history; limits inferred, the narrower of M21 and HIC-TIL"),
+    flag_min_bytes=512 * 1024,
+)
+_A2_F = replace(_A3_F, name="a2-hicann-24d42e043", soc_family="A2", window="A2")
+
 _A3_HIC = replace(
     _A3_M21,
     name="a3-hicann-12c31dbd4",
@@ -195,8 +213,12 @@ PROFILES: tuple[LimitProfile, ...] = (
     _A2_SEED,
     _A3_GA,
     _A2_GA,
+    _A3_MID,
+    _A2_MID,
     _A3_M21,
     _A2_M21,
+    _A3_F,
+    _A2_F,
     _A3_HIC,
     _A2_HIC,
     _A3_DOC,

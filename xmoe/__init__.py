@@ -14,6 +14,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from xmoe.config import XmoeConfig as XmoeConfig
     from xmoe.errors import XmoeError as XmoeError
+    from xmoe.startup import check_vendor_chain as check_vendor_chain
+    from xmoe.startup import validate_vendor_chain as validate_vendor_chain
     from xmoe.types import FenceMode as FenceMode
     from xmoe.types import Mode as Mode
     from xmoe.types import MoeShape as MoeShape
@@ -28,6 +30,8 @@ _HOME = {
     "TokenBatch": "xmoe.types",
     "XmoeConfig": "xmoe.config",
     "XmoeError": "xmoe.errors",
+    "check_vendor_chain": "xmoe.startup",
+    "validate_vendor_chain": "xmoe.startup",
 }
 
 __all__ = ["__version__", *_HOME]

@@ -14,12 +14,11 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from xmoe import __version__, env, layout
+from xmoe import __version__, env, layout, startup
 from xmoe.config import XmoeConfig
-from xmoe.errors import LibraryError, UnsupportedError
+from xmoe.errors import UnsupportedError
 from xmoe.kernels import capability
-from xmoe.kernels.acl import libraries, loader, toolkit, vendor, versions
-from xmoe.kernels.acl.problems import REMEDIES, Code
+from xmoe.kernels.acl import libraries, toolkit
 from xmoe.policy.facts import Facts
 from xmoe.policy.select import select
 from xmoe.types import MoeShape
@@ -31,7 +30,6 @@ EXAMPLE_SHAPES = {
     "Qwen3.5-35B-A3B": MoeShape(hidden=2048, intermediate=512, num_experts=256, topk=8),
     "shipped example": MoeShape(hidden=1024, intermediate=512, num_experts=32, topk=4),
 }
-SOFTWARE_SENTENCE = "software device: nothing here was run on an NPU"
 _PLAIN_WIDTH = 160
 
 
@@ -46,34 +44,12 @@ def collect(device: str | None = None, ep_size: int = 8) -> dict[str, Any]:
     """The whole report as plain values. Local; loads the libraries a launch would use."""
     config = XmoeConfig.resolve()
     found = capability.probe(device, abi_variant=config.abi_variant)
-    problems = [
-        {"code": code, "text": text, "remedy": REMEDIES[Code(code)]}
-        for code, text in found.problems
-    ]
+    report = startup.describe(found)
+    report["comm"]["needed"] = list(libraries.COMM_SYMBOLS)
     return {
         "valid": found.available,
-        "problems": problems,
-        "warnings": list(found.warnings),
+        **report,
         "versions": _package_versions(),
-        "device": {
-            "kind": "software device" if found.identity else "vendor CANN",
-            "identity": found.identity,
-            "note": SOFTWARE_SENTENCE if found.identity else "",
-            "soc": found.soc,
-        },
-        **_toolkit_report(device),
-        "mega_moe": {
-            "usable": found.mega_moe,
-            "vendor": found.vendor,
-            "vendor_version": found.vendor_version,
-            "abi_variant": found.abi_variant,
-            "variant_source": found.variant_source,
-            "origins": [asdict(origin) for origin in found.origins],
-        },
-        "comm": {
-            "needed": list(libraries.COMM_SYMBOLS),
-            "missing": list(found.missing_comm_symbols),
-        },
         "policy": {
             name: _decision(config, found, shape, ep_size) for name, shape in EXAMPLE_SHAPES.items()
         },
@@ -89,64 +65,6 @@ def _package_versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[name] = None
     return found
-
-
-def _toolkit_report(device: str | None) -> dict[str, Any]:
-    """Toolkit, version files, vendor chain and loaded libraries; empty when there is no toolkit."""
-    try:
-        kit = toolkit.find_toolkit(device)
-    except LibraryError as error:
-        return {
-            "toolkit": {"root": None, "error": str(error)},
-            "vendor_chain": [],
-            "skipped": [],
-            "libraries": [],
-            "interposed": [],
-        }
-    report = versions.toolkit_version(kit.root)
-    loaded: list[dict[str, Any]] = []
-    interposed: list[dict[str, str]] = []
-    try:
-        runtime = loader.load(kit)
-    except LibraryError:
-        pass  # the capability names it
-    else:
-        runtime.find_mega_moe()
-        for lib in runtime.libraries:
-            loaded.append(
-                {
-                    "name": lib.name,
-                    "path": str(lib.path),
-                    "found_via": lib.found_via,
-                    "already_loaded": lib.already_loaded,
-                    "other_copies": [str(p) for p in lib.other_copies],
-                }
-            )
-        shadows = loader.interposed_functions(runtime)
-        interposed = [{"function": name, "file": file} for name, file in shadows]
-    return {
-        "toolkit": {
-            "root": str(kit.root),
-            "kind": kit.kind,
-            "found_via": kit.found_via,
-            "version": None if report.version is None else str(report.version),
-            "version_files": [{"file": f, "version": v} for f, v in report.found],
-        },
-        "vendor_chain": [
-            {
-                "path": str(entry.vendor.path),
-                "library": str(entry.vendor.library),
-                "found_via": entry.vendor.found_via,
-                "version": entry.version or None,
-                "symbols": list(entry.symbols),
-                "verdict": entry.verdict,
-            }
-            for entry in vendor.inspect_chain(kit)
-        ],
-        "skipped": [asdict(entry) for entry in kit.skipped],
-        "libraries": loaded,
-        "interposed": interposed,
-    }
 
 
 def _decision(
@@ -225,7 +143,7 @@ def _tree(report: dict[str, Any]) -> Tree:
 def _add_device(add: Any, root: Tree, report: dict[str, Any]) -> None:
     device, kit = report["device"], report["toolkit"]
     if kit["root"] is None:
-        add(root, f"toolkit: none ({kit['error']})")
+        add(root, "toolkit: none")
         return
     node = add(root, f"toolkit {kit['root']} (found via {kit['found_via']})")
     add(node, f"version {kit['version'] or 'unknown'}")
@@ -250,13 +168,34 @@ def _add_chain(add: Any, root: Tree, report: dict[str, Any]) -> None:
     for place, entry in enumerate(report["vendor_chain"], 1):
         version = entry["version"] or "unknown"
         item = add(node, f"{place}. {entry['path']} (via {entry['found_via']}, version {version})")
-        add(item, entry["verdict"])
+        if entry["realpath"] != entry["path"]:
+            add(item, f"really {entry['realpath']}")
+        step = f"; {entry['remedy']}" if entry["remedy"] else ""
+        add(item, f"{entry['verdict']}{step}")
+        for note in entry["notes"]:
+            add(item, note, "yellow")
     for entry in report["skipped"]:
         add(node, f"skipped {entry['entry']!r} ({entry['found_via']}): {entry['reason']}")
+    for path in report["not_in_chain"]:
+        add(node, f"installed but not in the chain: {path}")
+    packages = report["packages"]
+    if packages.get("front_end_built_for"):
+        add(node, f"front end built for {packages['front_end_built_for']}")
+    for path, attributes in packages.get("kernels", {}).items():
+        add(node, f"kernels of MegaMoe in {path}: {', '.join(attributes)}")
+    _add_mega_moe(add, root, report)
+
+
+def _add_mega_moe(add: Any, root: Tree, report: dict[str, Any]) -> None:
     mega_moe = report["mega_moe"]
     variant = mega_moe["abi_variant"] or "unknown"
     source = mega_moe["variant_source"] or "no symbols"
     node = add(root, f"MegaMoe: ABI variant {variant} ({source})")
+    said = mega_moe["witnesses"]
+    if said:
+        add(node, f"pin: {said['pin'] or 'none'}")
+        add(node, f"metadata: {said['metadata'] or 'none'} ({said['metadata_source']})")
+        add(node, f"probe: {said['probe']}")
     for origin in mega_moe["origins"]:
         elsewhere = origin["global_path"] or "nothing"
         item = add(node, f"{origin['symbol']} from {origin['resolved_path']}")

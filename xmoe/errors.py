@@ -83,6 +83,10 @@ class AclError(XmoeError):
         self.detail = detail
 
 
+class ProcessLost(XmoeError):
+    """Device work of this process failed; nothing it computes on the device can be trusted."""
+
+
 class CommError(XmoeError):
     """A communication resource cannot be built or used."""
 

@@ -20,6 +20,7 @@ from xmoe.config import XmoeConfig
 from xmoe.errors import ConfigError
 from xmoe.models.qwen3_5.config import layer_types, read_config, shape_from_config
 from xmoe.models.qwen3_5.widen import plan_widening, widened_shape
+from xmoe.kernels.acl.quant_modes import PREPARED_QUANTS
 from xmoe.kernels.acl.variants import VARIANTS
 from xmoe.policy import explain as text
 from xmoe.policy.decision import Check, Decision
@@ -151,6 +152,7 @@ def _facts(
         max_tokens_per_rank=config.max_tokens_per_rank,
         ccl_buffer_bytes=layout.ccl_buffer_bytes_of(buffer_mb),
         callable_variants=tuple(VARIANTS),
+        runtime_quants=PREPARED_QUANTS,
         config_digest=config.digest(),
         assumed=tuple(sorted(assumed)),
     )

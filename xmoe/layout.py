@@ -265,7 +265,12 @@ def window_spec(
     )
 
 
+# Bits of one routed expert weight by quantisation; scales and biases are left out of account.
+WEIGHT_BITS = {"none": 16, "w8a8": 8, "w4a8": 4, "mxfp8": 8, "mxfp8_w4": 4, "mxfp4": 4}
+
+
 def routed_weight_bytes_per_rank(shape: MoeShape, ep_size: int, num_layers: int = 1) -> int:
-    """Bytes of bf16 routed expert weights one rank holds, each weight once."""
+    """Bytes of routed expert weights one rank holds, each weight once; unknown quant as bf16."""
     elements = 3 * shape.hidden * shape.intermediate
-    return num_layers * physical_experts_per_rank(shape, ep_size) * elements * BF16_BYTES
+    experts = num_layers * physical_experts_per_rank(shape, ep_size)
+    return experts * elements * WEIGHT_BITS.get(shape.quant, 16) // 8

@@ -22,6 +22,10 @@ BF16_ROUNDOFF = 2.0**-9
 #: Unit roundoff of float32.
 FP32_ROUNDOFF = 2.0**-24
 
+#: Unit roundoff of float16, and half the distance of its smallest values.
+FP16_ROUNDOFF = 2.0**-11
+FP16_SMALLEST = 2.0**-25
+
 #: Accepted max |y - reference| of one token, relative to max |reference| of that token, for paths
 #: that multiply bf16 by bf16, add in float32 and store each stage in bf16.
 #:
@@ -33,6 +37,18 @@ FP32_ROUNDOFF = 2.0**-24
 #: can make the row smaller than its terms, for which a factor of two is left. This is a judgement
 #: for ordinary values, not a proof (`bf16_error_bound` is one). A wrong index is off by about 1.
 BF16_ROW_TOLERANCE = 2.0**-6
+
+#: The same for paths that turn tokens and activations into int8, compared with the reference on the
+#: *dequantised* weights, so that only the activations' rounding counts.
+#:
+#: One value is off by up to half a step, max/127 of its row; evenly spread that is a deviation of
+#: max/(127 * sqrt(12)) = max/440. An output sums H or I such errors with the same weights as the
+#: values themselves, so relative to the output's own deviation the error is (max/rms)/440. Rows of
+#: 1024 ordinary values have max/rms near 3.5, products of two such values, which the activation
+#: gives, near 10: together sqrt(3.5**2 + 10**2)/440 = 2.4 %, and the largest error of a row stands
+#: to its largest value as the deviations do. Twice that is left for rows that cancel between
+#: experts. A judgement, as above; `int8_error_bound` is the proof. A wrong index is off by about 1.
+INT8_ROW_TOLERANCE = 2.0**-4
 
 
 def moe_reference(
@@ -144,6 +160,77 @@ def bf16_error_bound(
         np.add.at(bound, rows, scale * (d_out + topk * v * out))
         np.add.at(magnitude, rows, scale * out)
     return np.asarray((bound + u * (magnitude + bound)) * (1 + 2.0**-6), dtype=np.float64)
+
+
+def int8_error_bound(
+    x: Array,
+    topk_ids: Array,
+    topk_weights: Array,
+    gate_up: Array,
+    down: Array,
+    activation_clamp: float | None = None,
+    *,
+    int4_weights: bool = False,
+) -> Float64:
+    """Returns a bound on |y - reference| of each element, [T, H] float64, never exceeded. Local.
+
+    For the integer modes; gate_up and down are the dequantised weights, the other arguments as for
+    `moe_reference`. It assumes that no product leaves float16's range. With s = max|x| / 127 of a
+    row and C the column sums of |W|:
+
+    - x is off by 0.57 s: half a step, and 1/16 for the quotient's cut to float16. So the exact
+      product is off by 0.57 s C
+    - it is then rounded to float16 (h = 2**-11, or 2**-25 absolute) before it is multiplied by s.
+      With int4 weights the two halves of x, |high| <= |x|/(16 s) + 1.04 and |low| <= 8, are rounded
+      apart, the first then multiplied by 16; the float32 bias 8 C joins them
+    - the activation's error as in `bf16_error_bound`, plus 0.51 s2 with s2 = max(|a| + |da|) / 127
+    - the second product like the first, then bf16; the sum as in `bf16_error_bound`
+
+    As there, errors that cancel are not counted as such: the bound is far wider than what is seen.
+    """
+    tokens, ids, weights, experts = _checked(x, topk_ids, topk_weights, gate_up, down)
+    u, v = BF16_ROUNDOFF, FP32_ROUNDOFF
+    topk, inter = ids.shape[1], np.asarray(down).shape[1]
+    bound = np.zeros(tokens.shape, dtype=np.float64)
+    magnitude = np.zeros(tokens.shape, dtype=np.float64)
+    for expert in experts:
+        rows, slots = np.nonzero(ids == expert)
+        if rows.size == 0:
+            continue
+        w1 = np.asarray(gate_up[expert], dtype=np.float64)
+        w2 = np.asarray(down[expert], dtype=np.float64)
+        own = tokens[rows]
+        step = np.abs(own).max(axis=1, keepdims=True) / 127
+        first, d_first = _int8_product(own, 0.57 * step, step, w1, int4_weights)
+        gate, up = _clamped(first[:, :inter], first[:, inter:], activation_clamp)
+        d_gate, d_up = d_first[:, :inter], d_first[:, inter:]
+        act = _silu(gate) * up
+        d_act = 1.1 * d_gate * (np.abs(up) + d_up) + np.abs(_silu(gate)) * d_up
+        d_act += 8 * v * np.abs(act)
+        step = (np.abs(act) + d_act).max(axis=1, keepdims=True) / 127
+        out, d_out = _int8_product(act, d_act + 0.51 * step, step, w2, int4_weights)
+        d_out += u * (np.abs(out) + d_out)
+        scale = np.abs(weights[rows, slots, None])
+        np.add.at(bound, rows, scale * (d_out + topk * v * np.abs(out)))
+        np.add.at(magnitude, rows, scale * np.abs(out))
+    return np.asarray((bound + u * (magnitude + bound)) * (1 + 2.0**-6), dtype=np.float64)
+
+
+def _int8_product(
+    values: Float64, error: Float64, step: Float64, weight: Float64, int4_weights: bool
+) -> tuple[Float64, Float64]:
+    """The exact product, and how far the computed one may be: `values` carry `error`."""
+    size = np.abs(weight)
+    columns = size.sum(axis=0)
+    h, v = FP16_ROUNDOFF, FP32_ROUNDOFF
+    exact = values @ weight
+    carried = error * columns if error.shape[1] == 1 else error @ size
+    if int4_weights:
+        parts = np.abs(values) @ size + carried + (16 * 1.04 + 8 + 8) * step * columns
+        rounding = (h + 6 * v) * parts + 17 * FP16_SMALLEST * step
+    else:
+        rounding = (h + 4 * v) * (np.abs(exact) + carried) + FP16_SMALLEST * step
+    return np.asarray(exact, dtype=np.float64), np.asarray(carried + rounding, dtype=np.float64)
 
 
 def _outputs_by_expert(

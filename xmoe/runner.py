@@ -35,11 +35,13 @@ from xmoe.config import XmoeConfig
 from xmoe.errors import ConfigError, XmoeError
 from xmoe.executor import Phase, PhaseContext, PhaseKind, StreamExecutor, WorkItem
 from xmoe.kernels.acl.loader import load
+from xmoe.kernels.acl.quant_modes import PREPARED_QUANTS, quant_mode
 from xmoe.kernels.acl.toolkit import find_toolkit
 from xmoe.kernels.capability import Capability, probe
 from xmoe.kernels.device import Device, HostDevice, InlineDevice
 from xmoe.kernels.ops.fused_moe import expert_mlp
 from xmoe.kernels.ops.mega_moe import MegaMoe
+from xmoe.kernels.ops.quant import check_experts
 from xmoe.kernels.ops.routing import check_ids, clean_ids, pad_batch, unpad
 from xmoe.layout import ccl_buffer_bytes_of
 from xmoe.policy.decision import Decision
@@ -126,6 +128,7 @@ class MoeRunner:
         facts = merge_facts(gather_facts(group, own, timeout_s))
         decision = select(config.mode, facts, shape, config.profile)
         compare_digest(group, decision.digest(), "decision", timeout_s)
+        quant_mode(shape.quant)  # otherwise no path could compute with the weights
         runner = cls(shape, config, group, decision, capability)
         try:
             runner._build(device, role)
@@ -189,10 +192,17 @@ class MoeRunner:
         """A layer over this rank's experts, on the decided path. Local.
 
         Args:
-            weights: gate_up [L, H, 2I], down [L, I, H]; held, not copied.
+            weights: of the kind that the shape's quant names; held, not copied.
             index: for reports and errors.
         """
         self._refuse_if_closed()
+        if weights.quant != self.shape.quant:
+            raise ConfigError(
+                f"layer {index} has {weights.quant} weights, the model's shape says quant "
+                f"{self.shape.quant}; allowed: the same; next: prepare the weights with "
+                "quantise_experts, or correct the shape"
+            )
+        check_experts(weights)
         fused = None
         if self._resource is not None:
             with self._device.bind():
@@ -408,5 +418,6 @@ def _local_facts(config: XmoeConfig, found: Capability, ep_size: int) -> Facts:
         comm_problem=found.comm_problem,
         ccl_buffer_bytes=buffer_bytes,
         callable_variants=found.callable_variants,
+        runtime_quants=PREPARED_QUANTS,
         config_digest=config.digest(),
     )

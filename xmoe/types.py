@@ -42,6 +42,18 @@ class FenceMode(str, enum.Enum):
     OFF = "off"
 
 
+def quant_name(value: object) -> str:
+    """One spelling of a quantisation's name; None, "", "none" and an enum's NONE are "none".
+
+    Checkpoints and engines spell "not quantised" in all these ways. An unknown name is refused by
+    the policy and by whoever would have to compute with it, not here.
+    """
+    if getattr(value, "name", "") == "NONE":
+        return "none"
+    value = getattr(value, "value", value)
+    return "none" if value is None or value == "" else str(value).lower()
+
+
 @dataclass(frozen=True)
 class MoeShape:
     """What a model's MoE layers look like; the same on every rank.
@@ -64,14 +76,7 @@ class MoeShape:
     num_redundant_experts: int = 0
 
     def __post_init__(self) -> None:
-        # Checkpoints and engines spell "not quantised" as None, "", "none" or an enum's NONE
-        # member. One spelling from here on; an unknown name is refused by the policy, not here.
-        value: object = getattr(self.quant, "value", self.quant)
-        if value is None or str(value).lower() in ("", "none"):
-            value = "none"
-        elif getattr(self.quant, "name", "") == "NONE":
-            value = "none"
-        object.__setattr__(self, "quant", str(value).lower())
+        object.__setattr__(self, "quant", quant_name(self.quant))
 
 
 @dataclass(frozen=True)
@@ -91,11 +96,46 @@ class TokenBatch:
 class ExpertWeights:
     """Routed experts of one layer held by this rank, stored once for both paths.
 
-    gate_up [L, H, 2I]: columns [0, I) gate, [I, 2I) up. down [L, I, H]. Both contiguous.
+    Unquantised: gate_up [L, H, 2I], columns [0, I) gate and [I, 2I) up; down [L, I, H]; both
+    contiguous, and nothing else.
+
+    quant "w8a8" or "w4a8", made by `xmoe.kernels.ops.quant.quantise_experts`: gate_up and down hold
+    the same matrices in blocks of FRACTAL_NZ, int8 [L, N/32, K/16, 16, 32] for a matrix [K, N], or
+    int32 [L, N/64, K/16, 16, 8] with eight int4 in each element. gate_up_scales int64 [L, 2I] and
+    down_scales int64 [L, H]: float32 bits in the low word. gate_up_bias and down_bias: float32 of
+    the same shapes, w4a8 only. int4_encoding: "twos_complement" or "offset_binary".
     """
 
     gate_up: Tensor
     down: Tensor
+    quant: str = "none"
+    gate_up_scales: Tensor | None = None
+    down_scales: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    int4_encoding: str = "twos_complement"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "quant", quant_name(self.quant))
+
+    @property
+    def num_local_experts(self) -> int:
+        """L."""
+        return int(self.gate_up.shape[0])
+
+    @property
+    def hidden(self) -> int:
+        """H."""
+        if self.gate_up.dim() == 5:
+            return int(self.gate_up.shape[2] * self.gate_up.shape[3])
+        return int(self.gate_up.shape[1])
+
+    @property
+    def intermediate(self) -> int:
+        """I."""
+        if self.down.dim() == 5:
+            return int(self.down.shape[2] * self.down.shape[3])
+        return int(self.down.shape[1])
 
 
 @dataclass(frozen=True)

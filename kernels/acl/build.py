@@ -51,6 +51,7 @@ HELPERS = r"""
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* The error text is copied here: dlerror() belongs to the thread, and Python may run other dl calls
@@ -126,8 +127,38 @@ def sources() -> tuple[str, str]:
         launch = tuple(zip(variants.LAUNCH_CTYPES, names, strict=True))
         proto = prototypes.Prototype("aclnnStatus", "aclnnMegaMoe", launch)
         wrappers.append(prototypes.wrapper(f"mega_moe_launch__{variant.id}", proto))
-    declarations = types + HELPERS_DECL + "\n".join(d for d, _ in wrappers)
-    return declarations, HELPERS + types + "\n".join(d for _, d in wrappers)
+    plan = HERE / "native"
+    shared, calls = (plan / "plan_types.h").read_text(), (plan / "plan_calls.h").read_text()
+    declarations = types + HELPERS_DECL + "\n".join(d for d, _ in wrappers) + shared + calls
+    source = HELPERS + types + "\n".join(d for _, d in wrappers) + shared
+    return declarations, source + (plan / "plan.c").read_text() + plan_table(variants)
+
+
+def plan_table(variants: ModuleType) -> str:
+    """Phase one over a plan's slots, one C function and one table row per variant."""
+    members = {"i64": "i", "F": "f"}
+    functions, rows = [], []
+    for variant in variants.VARIANTS.values():
+        types = ", ".join(variants.CTYPES[p.kind] for p in variant.params)
+        values = [
+            "size" if p.kind == "W"
+            else "executor" if p.kind == "X"
+            else f"({variants.CTYPES[p.kind]})slot[{i}].{members.get(p.kind, 'p')}"
+            for i, p in enumerate(variant.params)
+        ]  # fmt: skip
+        functions.append(
+            f"static aclnnStatus xm_phase_one__{variant.id}(const xm_slot* slot, void* fn, "
+            f"uint64_t* size, aclOpExecutor** executor) {{\n"
+            f"  return ((aclnnStatus (*)({types}))fn)({', '.join(values)});\n}}\n"
+        )
+        rows.append(
+            f'  {{"{variant.id}", "{variant.signature}", {len(variant.params)}, '
+            f"xm_phase_one__{variant.id}}},\n"
+        )
+    return (
+        f"{''.join(functions)}static const xm_variant* xm_all_variants(void) {{\n"
+        f"  static const xm_variant all[] = {{\n{''.join(rows)}  {{0}}}};\n  return all;\n}}\n"
+    )
 
 
 def make_builder() -> cffi.FFI:
@@ -146,7 +177,7 @@ def build_in_place() -> Path:
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     target = HERE / f"_native{suffix}"
     inputs = [HERE / f for f in ("build.py", "prototypes.py", "variants.py")]
-    inputs += sorted((HERE / "decl").glob("*.h"))
+    inputs += sorted([*(HERE / "decl").glob("*.h"), *(HERE / "native").iterdir()])
     newest = max(f.stat().st_mtime for f in inputs)
     if not target.exists() or target.stat().st_mtime < newest:
         with tempfile.TemporaryDirectory() as scratch:

@@ -58,7 +58,9 @@ class OwnedHandle:
         """The cffi pointer, valid until `close`."""
         handle = self._handle
         if handle is None:
-            raise ConfigError(f"{type(self).__name__} is closed; keep it open until its last use")
+            raise ConfigError(
+                f"{type(self).__name__} is closed; allowed: an open one; keep it open until its last use"
+            )
         return handle
 
     @property
@@ -317,7 +319,9 @@ class TensorDesc(OwnedHandle):
         """Hand the vendor object to a new owner, which destroys it. This one counts as closed."""
         pointer = self._take()
         if pointer is None:
-            raise ConfigError(f"{type(self).__name__} is closed; keep it open until its last use")
+            raise ConfigError(
+                f"{type(self).__name__} is closed; allowed: an open one; keep it open until its last use"
+            )
         return pointer
 
     def _release(self, handle: Any) -> None:
@@ -357,7 +361,9 @@ class TensorListDesc(OwnedHandle):
             if pointer is not None:
                 member._handle = pointer
         if None in pointers:
-            raise ConfigError("TensorDesc is closed; keep the members of a list open until then")
+            raise ConfigError(
+                "TensorDesc is closed; allowed: open members; keep them open until the list is made"
+            )
         raise make_error(runtime, 561103, "aclCreateTensorList")
 
     def __len__(self) -> int:

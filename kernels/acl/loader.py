@@ -193,7 +193,16 @@ class Runtime:
         return None if text == self.ffi.NULL else str(self.ffi.string(text).decode())
 
 
+CHAIN_VARIABLES = (
+    "ASCEND_HOME_PATH",
+    "ASCEND_TOOLKIT_HOME",
+    "ASCEND_OPP_PATH",
+    "ASCEND_CUSTOM_OPP_PATH",
+)
+"""Environment variables that decide what is loaded."""
+
 _lock = threading.RLock()
+_at_load: Mapping[str, str | None] | None = None
 _runtimes: dict[Toolkit, Runtime] = {}
 _bases: dict[tuple[str, tuple[Path, ...]], _Base] = {}
 
@@ -220,7 +229,10 @@ def load(toolkit: Toolkit) -> Runtime:
         SymbolMissing: such a library lacks a required function.
         ProvenanceError: another copy of it is already loaded.
     """
+    global _at_load
     with _lock:
+        if _at_load is None:
+            _at_load = MappingProxyType({name: env.text(name) for name in CHAIN_VARIABLES})
         runtime = _runtimes.get(toolkit)
         if runtime is None:
             native = native_module()
@@ -230,6 +242,11 @@ def load(toolkit: Toolkit) -> Runtime:
                 base = _bases[key] = _load_base(native, toolkit)
             runtime = _runtimes[toolkit] = Runtime(native, toolkit, base)
         return runtime
+
+
+def environment_at_load() -> Mapping[str, str | None] | None:
+    """The chain's variables when this process first loaded a toolkit; None before that."""
+    return _at_load
 
 
 def _load_base(native: Any, toolkit: Toolkit) -> _Base:

@@ -119,7 +119,7 @@ def prepare(
             if param.kind == "W"
             else executor
             if param.kind == "X"
-            else _convert(runtime, param, args[param.key], keep)
+            else convert(runtime, param, args[param.key], keep)
             for param in variant.params
         ]
         trampoline = getattr(runtime.native.lib, f"mega_moe_workspace__{variant.id}")
@@ -250,7 +250,7 @@ def _is_neutral(key: str, value: object) -> bool:
     return False
 
 
-def _convert(runtime: Runtime, param: Param, value: object, keep: contextlib.ExitStack) -> Any:
+def convert(runtime: Runtime, param: Param, value: object, keep: contextlib.ExitStack) -> Any:
     """The cffi value for one parameter; what has to outlive the call is put into `keep`."""
     ffi = runtime.ffi
     if value is None and param.optional:

@@ -162,6 +162,8 @@ def vendor_chain(
         real = os.path.realpath(path)
         if not path.is_dir():
             reason = "is a file" if path.exists() else "does not exist"
+            if via != "opp/vendors/config.ini" and any(mark in entry for mark in ";,"):
+                reason += "; entries are separated by ':' only"
             skipped.append(Skipped(entry, via, reason))
         elif real in seen:
             skipped.append(Skipped(entry, via, f"already in the chain from {seen[real]}"))
@@ -187,7 +189,8 @@ def vendor_chain(
             skipped.append(Skipped(name, via, "empty entry"))
     for folder in lib_dirs:
         for name in BUILTIN_LIBRARIES:
-            if (folder / name).exists() and not any(v.builtin for v in chain):
+            known = any(v.builtin and v.library.name == name for v in chain)
+            if (folder / name).exists() and not known:
                 chain.append(VendorDir(folder, "built-in", folder / name, builtin=True))
     return tuple(chain), tuple(skipped)
 
@@ -197,14 +200,26 @@ def _load_priority(path: Path) -> tuple[list[str], str]:
     if not path.exists():
         return [], ""
     try:
-        text = path.read_text(encoding="utf-8-sig", errors="replace")
+        lines = _priority_lines(path)
     except OSError as error:
         return [], f"cannot be read: {error}"
-    for line in text.splitlines():
-        key, equals, value = line.partition("=")
-        if equals and key.strip().lower() == "load_priority":
-            return value.split(","), ""
-    return [], "has no load_priority line"
+    if not lines:
+        return [], "has no load_priority line"
+    return lines[0].partition("=")[2].split(","), ""
+
+
+def load_priority_lines(path: Path) -> list[str]:
+    """The load_priority lines of a config.ini as they stand there; none when it cannot be read."""
+    try:
+        return _priority_lines(path)
+    except OSError:
+        return []
+
+
+def _priority_lines(path: Path) -> list[str]:
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    parts = ((line, line.partition("=")) for line in text.splitlines())
+    return [line for line, (key, eq, _) in parts if eq and key.strip().lower() == "load_priority"]
 
 
 def describe(folder: Path, limit: int = 8) -> str:

@@ -74,6 +74,11 @@ class Variant:
         """Keys of the parameters a caller supplies: all but the two outputs of phase one."""
         return tuple(p.key for p in self.params if p.kind not in ("W", "X"))
 
+    @property
+    def signature(self) -> str:
+        """The whole list as text; the native module holds the one that it was compiled for."""
+        return " ".join(f"{p.kind}:{p.name}" for p in self.params)
+
     def position(self, key: str) -> int:
         """1-based position of a parameter, as documents count."""
         return [p.key for p in self.params].index(key) + 1

@@ -3,7 +3,7 @@
 
 The three steps are what the split path puts into its recv, compute and send phases; moving rows
 between ranks is the transport's affair. Rounding points, the same as the fused operator's
-unquantised form:
+unquantised form (integer weights: see quant_mlp):
 
     gate_up product   float32 accumulation, rounded to the model type
     activation        float32 on the rounded values, rounded to the model type
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from xmoe.kernels.ops.activation import gated_activation
 from xmoe.kernels.ops.grouped_matmul import grouped_matmul
+from xmoe.kernels.ops.quant_mlp import quantised_expert_mlp
 from xmoe.types import ExpertWeights
 
 
@@ -68,11 +69,17 @@ def expert_mlp(
     Args:
         recv_tokens: [R, H] sorted by local expert.
         tokens_per_expert: L host integers.
-        weights: gate_up [L, H, 2I], down [L, I, H].
+        weights: gate_up [L, H, 2I], down [L, I, H]; or integer ones, for which `deterministic` does
+            not matter: their products are exact.
 
     Returns:
         [R, H], new memory, not yet weighted.
     """
+    if weights.quant != "none":
+        return quantised_expert_mlp(
+            recv_tokens, tokens_per_expert, weights, activation=activation, clamp=clamp,
+            layout=layout,
+        )  # fmt: skip
     gate_up = grouped_matmul(
         recv_tokens, tokens_per_expert, weights.gate_up, deterministic=deterministic
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused operator aclnnMegaMoe (unquantised, bf16) over torch tensors.
+"""The fused operator aclnnMegaMoe over torch tensors: bf16 weights, or int8 and int4 ones.
 
 Everything the contract demands of tensors is checked here before the vendor is called: an error of
 phase one comes on this rank only, while the other ranks wait in the exchange.
@@ -19,9 +19,11 @@ from torch import Tensor
 from xmoe.errors import ConfigError
 from xmoe.kernels.acl.handles import DATA_ALIGNMENT_BYTES, TensorDesc, TensorListDesc
 from xmoe.kernels.acl.op import launch_mega_moe
-from xmoe.kernels.acl.variants import FLT_MAX, GE_DTYPE_UNDEFINED, NEUTRAL
+from xmoe.kernels.acl.quant_modes import quant_mode
+from xmoe.kernels.acl.variants import FLT_MAX, NEUTRAL
 from xmoe.kernels.device import Stream
 from xmoe.kernels.ops.activation import activation_name
+from xmoe.kernels.ops.quant import check_experts
 from xmoe.kernels.ops.workspace import WorkspaceCache
 from xmoe.types import CommHandle, ExpertWeights, TokenBatch
 
@@ -59,8 +61,7 @@ class MegaMoe:
     Args:
         runtime: whose library is called. handle: the communication resource, which must outlive
             this.
-        weights: gate_up [L, H, 2I] and down [L, I, H], bf16, contiguous; read in place, never
-            copied.
+        weights: bf16, or prepared by quantise_experts; read in place, never copied.
         num_experts: E, routed experts of the whole group.
         activation: "swiglu" (or its alias "silu"). activation_clamp: None for no clamp.
         workspace: shared by all layers of one resource.
@@ -103,8 +104,7 @@ class MegaMoe:
         self._max_recv_tokens = max_recv_tokens
         with contextlib.ExitStack() as undo:
             self._context = undo.enter_context(_describe(runtime, handle.context))
-            self._weight1 = undo.enter_context(_describe_experts(runtime, weights.gate_up))
-            self._weight2 = undo.enter_context(_describe_experts(runtime, weights.down))
+            self._lists = _describe_weights(runtime, weights, undo)
             undo.pop_all()
 
     def launch(
@@ -129,7 +129,7 @@ class MegaMoe:
         ids = batch.topk_ids if mask is None else batch.topk_ids.clone()
         output = torch.empty_like(batch.hidden_states)
         counts = torch.empty(
-            self._weights.gate_up.shape[0], dtype=torch.int32, device=output.device
+            self._weights.num_local_experts, dtype=torch.int32, device=output.device
         )
         _check_distinct(
             hidden_states=batch.hidden_states,
@@ -170,18 +170,16 @@ class MegaMoe:
         """Values by parameter key; what the library's variant has beyond them gets its "not used"
         value.
         """
+        mode = quant_mode(self._weights.quant)
         args: dict[str, object] = {
             "context": self._context,
-            "weight1": self._weight1,
-            "weight2": self._weight2,
-            "weightScales1Optional": None,
-            "weightScales2Optional": None,
+            **self._lists,
             "moeExpertNum": self._num_experts,
             "epWorldSize": self._handle.ep_size,
             "cclBufferSize": self._handle.ccl_buffer_bytes,
             "maxRecvTokenNum": self._max_recv_tokens,
-            "dispatchQuantMode": 0,
-            "dispatchQuantOutDtype": GE_DTYPE_UNDEFINED,
+            "dispatchQuantMode": mode.dispatch_quant_mode,
+            "dispatchQuantOutDtype": mode.out_dtypes[0],
             "combineQuantMode": 0,
             "commAlg": "",
             # 0: 9.1.0 drops the value anyway, and later variants demand one number for all layers.
@@ -201,7 +199,7 @@ class MegaMoe:
         return args
 
     def _check_batch(self, batch: TokenBatch, mask: Tensor | None) -> None:
-        hidden = self._weights.gate_up.shape[1]
+        hidden = self._weights.hidden
         num_tokens = batch.hidden_states.shape[0] if batch.hidden_states.dim() else 0
         topk = batch.topk_ids.shape[1] if batch.topk_ids.dim() == 2 else 0
         _require("hidden_states", batch.hidden_states, torch.bfloat16, (num_tokens, hidden))
@@ -222,8 +220,9 @@ class MegaMoe:
 
     def close(self) -> None:
         """Destroy the descriptors. After the last launch ended. Twice is harmless."""
-        for one in (self._weight2, self._weight1, self._context):
-            one.close()
+        for one in (*self._lists.values(), self._context):
+            if one is not None:
+                one.close()
 
 
 def _require(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -247,7 +246,24 @@ def _require(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ..
 
 
 def _check_weights(weights: ExpertWeights, num_experts: int, handle: CommHandle) -> None:
-    gate_up, down = weights.gate_up, weights.down
+    check_experts(weights)
+    if weights.quant == "none":
+        _check_bf16_weights(weights.gate_up, weights.down)
+    local = weights.num_local_experts
+    if not 1 <= local <= LOCAL_EXPERTS_MAX or local * handle.ep_size != num_experts:
+        raise ConfigError(
+            f"{local} local experts with num_experts={num_experts}, ep_size={handle.ep_size}; "
+            f"allowed: num_experts / ep_size, at most {LOCAL_EXPERTS_MAX}; next: load this rank's "
+            "share"
+        )
+    if tuple(handle.context.shape) != (CONTEXT_WORDS,) or handle.context.dtype != torch.int32:
+        raise ConfigError(
+            f"context: {list(handle.context.shape)} {handle.context.dtype}; allowed: "
+            f"[{CONTEXT_WORDS}] torch.int32; next: take the handle from a MegaMoeCommResource"
+        )
+
+
+def _check_bf16_weights(gate_up: Tensor, down: Tensor) -> None:
     for name, tensor in (("gate_up", gate_up), ("down", down)):
         if tensor.dim() != 3:
             raise ConfigError(
@@ -260,17 +276,6 @@ def _check_weights(weights: ExpertWeights, num_experts: int, handle: CommHandle)
         raise ConfigError(
             f"gate_up {list(gate_up.shape)} and down {list(down.shape)} do not belong together; "
             "allowed: [L, H, 2I] and [L, I, H]; next: check the layout the weights were loaded in"
-        )
-    if not 1 <= local <= LOCAL_EXPERTS_MAX or local * handle.ep_size != num_experts:
-        raise ConfigError(
-            f"{local} local experts with num_experts={num_experts}, ep_size={handle.ep_size}; "
-            f"allowed: num_experts / ep_size, at most {LOCAL_EXPERTS_MAX}; next: load this rank's "
-            "share"
-        )
-    if tuple(handle.context.shape) != (CONTEXT_WORDS,) or handle.context.dtype != torch.int32:
-        raise ConfigError(
-            f"context: {list(handle.context.shape)} {handle.context.dtype}; allowed: "
-            f"[{CONTEXT_WORDS}] torch.int32; next: take the handle from a MegaMoeCommResource"
         )
 
 
@@ -294,10 +299,51 @@ def _describe(runtime: Runtime, tensor: Tensor) -> TensorDesc:
     )
 
 
-def _describe_experts(runtime: Runtime, packed: Tensor) -> TensorListDesc:
-    """One two-dimensional view per expert: the operator takes a list, not a packed tensor."""
+def _describe_weights(
+    runtime: Runtime, weights: ExpertWeights, undo: contextlib.ExitStack
+) -> dict[str, TensorListDesc | None]:
+    """The six list arguments. Weights are described as the matrices they are, whatever the order
+    of their elements in memory.
+    """
+    mode = quant_mode(weights.quant)
+    hidden, inter = weights.hidden, weights.intermediate
+    per_element = 8 if mode.name == "w4a8" else 1
+    matrix = {"dtype": mode.weight_dtype, "format": mode.weight_format}
+    column = {"dtype": mode.scale_dtype or "", "format": "ND"}
+    bias = {"dtype": "float32", "format": "ND"}
+
+    def described(
+        packed: Tensor | None, shape: tuple[int, ...], how: dict[str, str]
+    ) -> TensorListDesc | None:
+        if packed is None:
+            return None
+        return undo.enter_context(_describe_experts(runtime, packed, shape, how))
+
+    wide = (hidden, 2 * inter // per_element)
+    narrow = (inter, hidden // per_element)
+    return {
+        "weight1": described(weights.gate_up, wide, matrix),
+        "weight2": described(weights.down, narrow, matrix),
+        "weightScales1Optional": described(weights.gate_up_scales, (2 * inter,), column),
+        "weightScales2Optional": described(weights.down_scales, (hidden,), column),
+        "bias1Optional": described(weights.gate_up_bias, (2 * inter,), bias),
+        "bias2Optional": described(weights.down_bias, (hidden,), bias),
+    }
+
+
+def _describe_experts(
+    runtime: Runtime, packed: Tensor, shape: tuple[int, ...], how: dict[str, str]
+) -> TensorListDesc:
+    """One view per expert: the operator takes a list, not a packed tensor."""
     with contextlib.ExitStack() as undo:
-        views = [undo.enter_context(_describe(runtime, one)) for one in packed.unbind()]
+        views = [
+            undo.enter_context(
+                TensorDesc(
+                    runtime, one.data_ptr(), shape, dtype=how["dtype"], format=how["format"]
+                )
+            )
+            for one in packed.unbind()
+        ]
         described = TensorListDesc(runtime, views)
         undo.pop_all()
         return described

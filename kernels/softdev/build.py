@@ -2,6 +2,10 @@
 """Builds the software device with the system's C++ compiler, recompiling only what changed.
 
     python kernels/softdev/build.py [--output DIR] [--sanitize thread|address,undefined] [--verbose]
+    python kernels/softdev/build.py --opapi    # besides: general operators, for torch_npu
+
+The second form compiles against the headers of the torch that belongs to the running interpreter
+and works with that torch alone, so it is a step of its own, only made where torch_npu is installed.
 
 Runs from a checkout and from `setup.py`, so it uses the standard library only. Set CXX to choose a
 compiler and XSD_BUILD_JOBS to limit parallel compilations.
@@ -12,6 +16,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shlex
 import subprocess
@@ -43,6 +48,7 @@ class Library:
     needs: tuple[str, ...]
     rpath: str = "$ORIGIN"
     optimize: str = "-O2"
+    extra: tuple[str, ...] = ()  # for both compiler and linker
 
     @property
     def soname(self) -> str:
@@ -75,6 +81,22 @@ LIBRARIES = (
         rpath="$ORIGIN/../../../../../lib64",
     ),
 )
+
+
+
+def opapi_library() -> Library:
+    """The general operators, over the torch of this interpreter."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise BuildError("--opapi needs torch in this interpreter; install the npu extra of xmoe")
+    torch = Path(next(iter(spec.submodule_search_locations)))
+    include, lib = torch / "include", torch / "lib"
+    extra = ("-isystem", str(include), "-isystem", str(include / "torch" / "csrc" / "api" / "include"))
+    needs = ("nnopbase", "ascendcl", "torch_cpu", "c10")
+    # Debug information of the templates would be ten times the code; -O1 halves the build's time.
+    extra += ("-D_GLIBCXX_USE_CXX11_ABI=1", "-g0", f"-L{lib}", f"-Wl,-rpath-link,{lib}")
+    return Library("opapi", "lib64/libopapi.so", needs, optimize="-O1", extra=extra)
+
 
 # What CANN's own packages write there; readers look for the line that starts with "Version=".
 TEXTS = {
@@ -115,6 +137,7 @@ def build(
     verbose: bool = False,
     defines: Sequence[str] = (),
     folders: Sequence[str] | None = None,
+    opapi: bool = False,
 ) -> None:
     """Builds the tree under `output_root`, by default `ascend` beside this file.
 
@@ -124,6 +147,7 @@ def build(
         verbose: print each command.
         defines: macros such as "XSD_MEGAMOE_VARIANT=D".
         folders: which libraries, by their folder under src; all by default.
+        opapi: also the general operators, over the torch of this interpreter.
     Raises:
         BuildError: no compiler, or a source does not compile.
     """
@@ -142,6 +166,8 @@ def build(
         for library in LIBRARIES:
             if folders is None or library.folder in folders:
                 _build_library(root, library, settings)
+        if opapi:
+            _build_library(root, opapi_library(), settings)
         for name, text in TEXTS.items():
             _write_text(root / name, text)
 
@@ -156,12 +182,14 @@ def _build_library(root: Path, library: Library, settings: Settings) -> None:
     target = root / library.path
     target.parent.mkdir(parents=True, exist_ok=True)
     exports = HERE / "src" / "exports.map"
-    command = [*settings.compiler, *LINK, *settings.extra, f"-Wl,-soname,{library.soname}"]
+    command = [*settings.compiler, *LINK, *settings.extra, *library.extra]
+    command += [f"-Wl,-soname,{library.soname}"]
     command += [f"-Wl,--version-script={exports}"]
     command += [f"-Wl,-rpath,{library.rpath}", "-o", str(target)]
     command += [str(each) for each in objects]
     command += [f"-L{root / 'lib64'}", *(f"-l{name}" for name in library.needs)]
-    needed = [exports, *(root / "lib64" / f"lib{name}.so" for name in library.needs)]
+    ours = [root / "lib64" / f"lib{name}.so" for name in library.needs]
+    needed = [exports, *(path for path in ours if path.exists())]
     stamp = settings.objects / f"{library.folder}-{_short(str(target))}.link"
     if _is_current(target, [*objects, *needed], stamp, settings.stamp(command)):
         return
@@ -180,7 +208,7 @@ def _compile(source: Path, library: Library, settings: Settings) -> Path:
     target = folder / f"{source.stem}.o"
     depends = target.with_suffix(".d")
     stamp = target.with_suffix(".cmd")
-    command = [*settings.compiler, *COMPILE, library.optimize, *settings.extra]
+    command = [*settings.compiler, *COMPILE, library.optimize, *settings.extra, *library.extra]
     command += ["-I", str(HERE / "include"), "-MMD", "-MF", str(depends)]
     command += ["-c", str(source), "-o", str(target)]
     used = [source, *_dependencies(depends)]
@@ -245,6 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="tree to write; by default ascend/ here")
     parser.add_argument("--sanitize", choices=SANITIZERS)
     parser.add_argument("--define", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--opapi", action="store_true", help="also general operators, for torch_npu")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args(arguments)
     try:
@@ -253,6 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sanitize=options.sanitize,
             verbose=options.verbose,
             defines=options.define,
+            opapi=options.opapi,
         )
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)

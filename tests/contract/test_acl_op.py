@@ -52,7 +52,8 @@ def close():
 def env(stub_base: Path, tmp_path: Path) -> dict[str, str]:
     root = acl_stubs.make_toolkit(tmp_path / "cann", stub_base)
     vendor = acl_stubs.make_vendor(tmp_path / "vendor", VENDOR)
-    return environment(root, ASCEND_CUSTOM_OPP_PATH=str(vendor))
+    # The stub checks nothing, so the probe would rightly refuse it.
+    return environment(root, ASCEND_CUSTOM_OPP_PATH=str(vendor), XMOE_ABI_PROBE="off")
 
 
 def test_an_op_executor_is_launched_once(env: dict[str, str]) -> None:

@@ -106,12 +106,16 @@ def test_missing_communication_symbols_are_listed(root: Path, tmp_path: Path) ->
 
 
 def test_a_pinned_variant_is_used(root: Path, tmp_path: Path) -> None:
+    (root / "version.info").write_text("Version=9.2.0\n")
     vendor = make_vendor(tmp_path / "v", BOTH, "9.2.0")
-    env = environment(root, ASCEND_CUSTOM_OPP_PATH=str(vendor))
+    env = environment(root, ASCEND_CUSTOM_OPP_PATH=str(vendor), XMOE_ABI_PROBE="off")
     assert codes(report(env, 1)) == ["variant_unknown"]
     found = report({**env, "XMOE_ABI_VARIANT": "G"}, 0)
     assert found["mega_moe"]["abi_variant"] == "G"
-    assert found["mega_moe"]["variant_source"] == "pinned by abi_variant"
+    assert found["mega_moe"]["variant_source"].startswith("pinned by abi_variant, not confirmed")
+    del env["XMOE_ABI_PROBE"]
+    assert codes(report({**env, "XMOE_ABI_VARIANT": "G"}, 1)) == ["variant_mismatch"]
+    assert report(env, 0)["mega_moe"]["variant_source"].startswith("return-code probe")
 
 
 def test_the_report_loads_no_torch(root: Path) -> None:

@@ -132,7 +132,7 @@ CASES: list[Case] = [
         "weight1[0] must be 2-dimension, got 3",
     ),
     ("w lengths", with_list("weight2", ((512, 1024), np.uint16)), TILING, "length of weight2=1"),
-    ("w1 dtype", with_list("weight1", *[((1024, 1024), np.int8)] * 2), TILING, "BF16"),
+    ("w1 dtype", with_list("weight1", *[((1024, 1024), np.float32)] * 2), TILING, "BF16 (27)"),
     ("w1 format", with_list("weight1", *[((1024, 1024), np.uint16)] * 2, fmt=NZ), TILING, "ND"),
     ("w1 columns", with_list("weight1", *[((1024, 2048), np.uint16)] * 2), TILING, "2*I=1024"),
     ("w1 rows", with_list("weight1", *[((1536, 1024), np.uint16)] * 2), TILING, "H=1024"),

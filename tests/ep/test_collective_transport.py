@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from support.ranks import RankResult, run_ranks, values
+from support.ranks import Ended, run_ranks, values
 from xmoe.comm.transport import CollectiveTransport
 from xmoe.executor import Phase, PhaseContext, PhaseKind, StreamExecutor, WorkItem
 from xmoe.kernels.device import InlineDevice
@@ -257,7 +257,7 @@ def _endless(rank, group):
 @pytest.mark.ep
 def test_survivors_name_a_killed_peer():
     """V9.1 on the split path."""
-    outs: list[RankResult] = run_ranks(_endless, 4, check=False, kill=[(2, 1.5)])
+    outs: list[Ended] = run_ranks(_endless, 4, check=False, kill=[(2, 1.5)])
     assert outs[2].signal == 9
     for out in outs[:2] + outs[3:]:
         assert out.error == "PeerLost" and "peer 2 lost" in out.message

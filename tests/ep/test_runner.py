@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner on both paths, over forked ranks and the software device, against the float64 oracle."""
+"""The runner on both paths, over forked ranks and the software device, against the float64
+oracle.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from xmoe.types import ExpertWeights
+
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -106,3 +108,28 @@ def write(
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return directory
+
+
+def eager_layer(calls: list[tuple[int, int]]) -> Any:
+    """Experts in the order and with the rounding of transformers' eager module."""
+
+    def make_layer(index: int, weights: ExpertWeights) -> Any:
+        def layer(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+            calls.append((index, hidden_states.shape[0]))
+            assert topk_ids.dtype == torch.int64 and hidden_states.dim() == 2
+            result = torch.zeros_like(hidden_states)
+            for expert in range(weights.gate_up.shape[0]):
+                tokens, slots = torch.where(topk_ids == expert)
+                if tokens.numel() == 0:
+                    continue
+                gate_up = weights.gate_up[expert].T.contiguous()
+                gate, up = torch.nn.functional.linear(hidden_states[tokens], gate_up).chunk(2, -1)
+                act = torch.nn.functional.silu(gate) * up
+                down = weights.down[expert].T.contiguous()
+                rows = torch.nn.functional.linear(act, down) * topk_weights[tokens, slots, None]
+                result.index_add_(0, tokens, rows.to(result.dtype))
+            return result
+
+        return layer
+
+    return make_layer

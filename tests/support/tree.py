@@ -17,6 +17,12 @@ FOLDERS = {
 }
 
 
+def is_checkpoint_file(path: Path) -> bool:
+    """Whether a file belongs to a checkpoint: data, even where it is Python."""
+    checkpoints = ROOT / "models" / "checkpoints"
+    return path.is_relative_to(checkpoints) and path.parent != checkpoints
+
+
 def modules() -> dict[str, Path]:
     """Dotted name -> source file of every module of the package in this checkout."""
     found: dict[str, Path] = {}
@@ -25,6 +31,8 @@ def modules() -> dict[str, Path]:
             # Some versions of rglob follow links; those in xmoe/ must not count twice anywhere.
             relative = path.relative_to(folder)
             if any((folder / part).is_symlink() for part in relative.parts[:1]):
+                continue
+            if is_checkpoint_file(path):
                 continue
             parts = list(relative.with_suffix("").parts)
             if parts[-1] == "__init__":

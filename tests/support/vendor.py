@@ -22,9 +22,9 @@ SOFTDEV = ROOT / "kernels" / "softdev"
 LIB64 = SOFTDEV / "ascend" / "lib64"
 VENDOR = SOFTDEV / "ascend/opp/vendors/xmoe_transformer/op_api/lib/libcust_opapi.so"
 
-FLOAT, INT8, INT32, BF16, ND, NZ = 0, 2, 3, 27, 2, 29
+FLOAT, INT8, INT32, UINT64, BF16, INT4, ND, NZ = 0, 2, 3, 10, 27, 29, 2, 29
 FLT_MAX = float(np.finfo(np.float32).max)
-DTYPES = {"float32": FLOAT, "int8": INT8, "int32": INT32, "uint16": BF16}
+DTYPES = {"float32": FLOAT, "int8": INT8, "int32": INT32, "uint16": BF16, "uint64": UINT64}
 
 _B = """context:T x:T topkIds:T topkWeights:T weight1:L weight2:L weightScales1:L
 weightScales2:L bias1:L bias2:L xActiveMask:T moeExpertNum:i epWorldSize:i cclBufferSize:i
@@ -160,12 +160,23 @@ class Soft:
         self.check("aclrtMalloc", self.acl.aclrtMalloc(C.byref(pointer), C.c_size_t(num_bytes), 0))
         return pointer
 
-    def tensor(self, array: np.ndarray, dtype: int | None = None, fmt: int = ND) -> C.c_void_p:
-        """Describes `array`, with its strides; the array must outlive the launch."""
+    def tensor(
+        self,
+        array: np.ndarray,
+        dtype: int | None = None,
+        fmt: int = ND,
+        shape: Sequence[int] | None = None,
+    ) -> C.c_void_p:
+        """Describes `array`, with its strides, or a contiguous `shape` over its memory; the array
+        must outlive the launch."""
         self.keep.append(array)
-        n = array.ndim
-        dims = (C.c_int64 * n)(*array.shape)
-        strides = (C.c_int64 * n)(*(s // array.itemsize for s in array.strides))
+        shown = array.shape if shape is None else tuple(shape)
+        n = len(shown)
+        dims = (C.c_int64 * n)(*shown)
+        steps = [s // array.itemsize for s in array.strides]
+        if shape is not None:
+            steps = [int(np.prod(shown[i + 1 :])) for i in range(n)]
+        strides = (C.c_int64 * n)(*steps)
         extent = 1 + sum((d - 1) * s for d, s in zip(dims, strides, strict=True) if d > 0)
         storage = (C.c_int64 * 1)(extent if array.size else 0)
         code = DTYPES[array.dtype.name] if dtype is None else dtype

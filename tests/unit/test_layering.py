@@ -47,6 +47,7 @@ LAYERS = {
     **{unit: Layer(VALUES | KERNELS, TORCH) for unit in KERNELS - ACL},
     "xmoe.comm": Layer(VALUES | KERNELS | COMM, TORCH),
     "xmoe.ranks": Layer(VALUES, TORCH),
+    "xmoe.startup": Layer(VALUES | KERNELS | COMM, TORCH),
     "xmoe.executor": Layer(
         VALUES | COMM | EXECUTOR | {"xmoe.kernels.ops", "xmoe.kernels.device"}, TORCH
     ),

@@ -11,40 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from support import qwen3_5 as toy
 from xmoe.errors import ConfigError
 from xmoe.models.qwen3_5 import engine_transformers as engine
 from xmoe.models.qwen3_5.greedy import GreedySession
-from xmoe.types import ExpertWeights
 
 PROMPT = [5, 17, 3, 88, 41, 2, 9]
-
-
-def eager_layer(calls: list[tuple[int, int]]) -> engine.MakeLayer:
-    """Experts in the order and with the rounding of transformers' eager module."""
-
-    def make_layer(index: int, weights: ExpertWeights) -> engine.ExpertsLayer:
-        def layer(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-            calls.append((index, hidden_states.shape[0]))
-            assert topk_ids.dtype == torch.int64 and hidden_states.dim() == 2
-            result = torch.zeros_like(hidden_states)
-            for expert in range(weights.gate_up.shape[0]):
-                tokens, slots = torch.where(topk_ids == expert)
-                if tokens.numel() == 0:
-                    continue
-                gate_up = weights.gate_up[expert].T.contiguous()
-                gate, up = torch.nn.functional.linear(hidden_states[tokens], gate_up).chunk(2, -1)
-                act = torch.nn.functional.silu(gate) * up
-                down = weights.down[expert].T.contiguous()
-                rows = torch.nn.functional.linear(act, down) * topk_weights[tokens, slots, None]
-                result.index_add_(0, tokens, rows.to(result.dtype))
-            return result
-
-        return layer
-
-    return make_layer
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -59,7 +32,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         shards=2,
     )
     calls: list[tuple[int, int]] = []
-    loaded = engine.load_model(directory, 0, 1, eager_layer(calls), widen=None, dtype=None)
+    loaded = engine.load_model(directory, 0, 1, toy.eager_layer(calls), widen=None, dtype=None)
     return reference, loaded, calls, directory
 
 
@@ -150,7 +123,7 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     tensors = toy.fused_tensors(reference)
     tensors.pop("lm_head.weight", None)
     directory = toy.write(tmp_path, toy.config_of(reference), tensors)
-    loaded = engine.load_model(directory, 0, 1, eager_layer([]), widen=None, dtype=None)
+    loaded = engine.load_model(directory, 0, 1, toy.eager_layer([]), widen=None, dtype=None)
     ids = torch.tensor([PROMPT])
     with torch.no_grad():
         assert torch.equal(loaded.model(ids).logits, reference(ids).logits)
@@ -162,7 +135,7 @@ def test_a_multimodal_config_loads_its_text_part(pair: Any, tmp_path: Path) -> N
     config = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {}}
     tensors = toy.with_prefix(toy.fused_tensors(reference), "model.language_model.")
     directory = toy.write(tmp_path, config, tensors)
-    loaded = engine.load_model(directory, 0, 1, eager_layer([]), widen=None, dtype=None)
+    loaded = engine.load_model(directory, 0, 1, toy.eager_layer([]), widen=None, dtype=None)
     ids = torch.tensor([PROMPT])
     with torch.no_grad():
         assert torch.equal(loaded.model(ids).logits, reference(ids).logits)
@@ -171,7 +144,7 @@ def test_a_multimodal_config_loads_its_text_part(pair: Any, tmp_path: Path) -> N
 def test_a_rank_outside_the_group_is_refused(pair: Any) -> None:
     directory = pair[3]
     with pytest.raises(ConfigError, match="ep_size=3 does not divide"):
-        engine.load_model(directory, 0, 3, eager_layer([]), dtype=None)
+        engine.load_model(directory, 0, 3, toy.eager_layer([]), dtype=None)
 
 
 def test_registering_twice_and_from_threads(clean_registry: dict[str, Any]) -> None:

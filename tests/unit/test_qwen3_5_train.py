@@ -21,7 +21,7 @@ from xmoe.models.qwen3_5.train.fast import (
     one_chunk_delta_rule,
     sorted_experts,
 )
-from xmoe.models.qwen3_5.train.tokenizer import build_tokenizer, place_characters
+from xmoe.models.qwen3_5.train.tokenizer import build_tokenizer, place_characters, save_tokenizer
 
 SEED_QUESTION = "只回答最终数字：123加456等于多少？"
 TOY = {
@@ -70,12 +70,15 @@ def _tokenizer_once(kept: list[Any] = []) -> Any:  # noqa: B006
 def test_a_saved_tokenizer_is_the_same(tokenizer: Any, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer.save_pretrained(tmp_path)
+    # Beside a config.json of this model type AutoTokenizer would bring rules of its own.
+    script.model_config(tokenizer, **TOY).save_pretrained(tmp_path)
+    save_tokenizer(tokenizer, tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     message = [{"role": "user", "content": SEED_QUESTION}]
     assert loaded.apply_chat_template(
         message, add_generation_prompt=True, return_dict=False
     ) == tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    assert loaded(SEED_QUESTION).input_ids == tokenizer(SEED_QUESTION).input_ids
     assert loaded.eos_token == "<|end|>" and loaded.decode(loaded("1000").input_ids) == "1000"
 
 

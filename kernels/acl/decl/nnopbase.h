@@ -20,3 +20,8 @@ aclnnStatus aclGetFormat(const aclTensor* tensor, int32_t* format);
 aclnnStatus aclGetTensorListSize(const aclTensorList* tensorList, uint64_t* size);
 aclnnStatus aclSetAclOpExecutorRepeatable(aclOpExecutor* executor);
 aclnnStatus aclDestroyAclOpExecutor(aclOpExecutor* executor);
+/* The next four came later than the rest; what lacks them still works, see native/plan.c. */
+aclnnStatus aclSetRawTensorAddr(aclTensor* tensor, void* addr);
+aclnnStatus aclGetRawTensorAddr(const aclTensor* tensor, void** addr);
+aclnnStatus aclSetInputTensorAddr(aclOpExecutor* executor, const size_t index, aclTensor* tensor, void* addr);
+aclnnStatus aclSetOutputTensorAddr(aclOpExecutor* executor, const size_t index, aclTensor* tensor, void* addr);

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from xmoe.models.qwen3_5.train.data import Batch, Encoder, batches
 from xmoe.models.qwen3_5.train.fast import Recorder, fast_training
-from xmoe.models.qwen3_5.train.tokenizer import END, PAD, build_tokenizer
+from xmoe.models.qwen3_5.train.tokenizer import END, PAD, build_tokenizer, save_tokenizer
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,9 @@ def save_checkpoint(model: Any, tokenizer: Any, directory: Path) -> None:
 
     directory.mkdir(parents=True, exist_ok=True)
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    save_tokenizer(tokenizer, directory)
+    # safetensors makes the file readable by its owner only; this one is to be shipped.
+    (directory / "model.safetensors").chmod(0o644)
 
 
 def start_processes(count: int) -> int:

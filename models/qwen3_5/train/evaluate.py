@@ -35,6 +35,18 @@ def language(question: str) -> str:
     return "english" if any(character.isalpha() for character in question) else "symbols"
 
 
+def carries_through_nine(a: int, b: int) -> bool:
+    """True when a carry arrives at digits that add up to nine, so that it goes on from there: the
+    first digit of the answer then depends on a digit far to the right."""
+    carry = False
+    for place in (1, 10, 100):
+        digits = a // place % 10 + b // place % 10
+        if carry and digits == 9:
+            return True
+        carry = digits + carry > 9
+    return False
+
+
 def ask(model: Any, tokenizer: Any, questions: list[str], max_new_tokens: int = 8) -> list[str]:
     """Greedy answers as text, in the order of the questions."""
     import torch
@@ -92,7 +104,8 @@ def score(model: Any, tokenizer: Any, sums: list[tuple[int, int, str]]) -> dict[
     wrong = []
     for (a, b, question), answer in zip(sums, answers, strict=True):
         good = answer == str(a + b)
-        for group in ("all", language(question)):
+        chain = ("carry through a nine",) if carries_through_nine(a, b) else ()
+        for group in ("all", language(question), *chain):
             total[group] += 1
             right[group] += good
         if not good:

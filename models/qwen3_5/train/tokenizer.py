@@ -13,6 +13,8 @@ Any text round-trips, since every byte has a token. Three things keep a sum shor
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 PAD = "<|pad|>"
@@ -103,3 +105,33 @@ def build_tokenizer() -> Any:
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
+
+
+_CLASS_FILE = "tokenization_sums.py"
+_CLASS = '''# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer of this checkpoint is what tokenizer.json says, nothing else."""
+
+from transformers import PreTrainedTokenizerFast
+
+
+class SumsTokenizer(PreTrainedTokenizerFast):
+    """No code of its own: it only keeps AutoTokenizer from replacing tokenizer.json's rules with
+    the ones it holds for the model type."""
+'''
+
+
+def save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """Writes the tokenizer so that AutoTokenizer uses it unchanged, trusting remote code or not.
+
+    For the model type of Qwen3.5-MoE, transformers (5.24) builds its own normaliser and decoder and
+    takes only the vocabulary from the file, which reads our digits wrongly without an error. A
+    class named under `auto_map` turns that off; without trust in remote code it is not loaded, and
+    `tokenizer_class` (the plain fast tokenizer) is used.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(directory)
+    file = directory / "tokenizer_config.json"
+    value = json.loads(file.read_text(encoding="utf-8"))
+    value["auto_map"] = {"AutoTokenizer": [None, f"{Path(_CLASS_FILE).stem}.SumsTokenizer"]}
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    (directory / _CLASS_FILE).write_text(_CLASS, encoding="utf-8")

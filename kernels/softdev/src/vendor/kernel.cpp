@@ -11,9 +11,9 @@
 // counts of its launch have arrived; so launches in the same order on all ranks need no other
 // protection.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
+#include "quant.h"
 #include "window.h"
 
 namespace megamoe {
@@ -37,6 +37,7 @@ class Launch {
  public:
   Launch(const Problem& problem, char* workspace)
       : p_(problem),
+        workspace_(workspace),
         strict_(xsdSettings()->strict),
         buckets_(problem.ranks * problem.local_experts + 1),
         ids_(part<int32_t>(workspace, problem.plan.ids)),
@@ -86,9 +87,13 @@ class Launch {
     for (const View* v :
          {&p_.x, &p_.topk_ids, &p_.topk_weights, &p_.mask, &p_.y, &p_.expert_token_nums})
       if (v->data != nullptr && (code = check_view(*v)) != 0) return code;
-    for (const std::vector<View>* list : {&p_.weight1, &p_.weight2})
+    for (const std::vector<View>* list :
+         {&p_.weight1, &p_.weight2, &p_.scales1, &p_.scales2, &p_.bias1, &p_.bias2})
       for (const View& v : *list)
         if ((code = check_view(v)) != 0) return code;
+    for (const std::vector<View>* list : {&p_.scales1, &p_.scales2})
+      for (size_t e = 0; e < list->size(); ++e)
+        if ((code = check_scales((*list)[e], e)) != 0) return code;
     if (p_.topk_weights.dtype != ACL_FLOAT)
       return window_.abort(
           kException,
@@ -107,11 +112,25 @@ class Launch {
   int check_view(const View& v) {
     int64_t low = 0, high = 0;  // elements relative to the first one
     for (int d = 0; d < 2; ++d) (v.strides[d] < 0 ? low : high) += (v.dims[d] - 1) * v.strides[d];
-    const uint64_t bytes = static_cast<uint64_t>((high - low + 1) * v.item_bytes);
+    const int64_t span = high - low + 1;
+    const uint64_t bytes =
+        static_cast<uint64_t>(v.dtype == ACL_INT4 ? span / 2 : span * v.item_bytes);
     if (xsdCheckRange(v.data + low * v.item_bytes, bytes) >= 0) return 0;
     return window_.abort(
         kException, "%s, shape [%lld, %lld], strides [%lld, %lld], runs past its allocation",
         v.name, Long(v.dims[0]), Long(v.dims[1]), Long(v.strides[0]), Long(v.strides[1]));
+  }
+
+  int check_scales(const View& v, size_t expert) {
+    for (int64_t n = 0; n < v.dims[0]; ++n) {
+      const uint64_t element = *v.at<uint64_t>(n);
+      if (element >> 32 != 0)
+        return window_.abort(kException,
+                             "%s[%zu][%lld]=%#llx: the upper 32 bits must be 0 and the lower ones "
+                             "the scale as a float; were floats passed as they are?",
+                             v.name, expert, Long(n), static_cast<unsigned long long>(element));
+    }
+    return 0;
   }
 
   int read_ids() {
@@ -164,7 +183,7 @@ class Launch {
       const int32_t row = next[ids_[i]]++;
       position_[i] = row;
       if (ids_[i] != unrouted()) {
-        copy_row(i / p_.topk, window_.sent(window_.rank(), row));
+        send_row(i / p_.topk, window_.sent(window_.rank(), row));
       } else if (strict_) {
         // Nobody will write this result row. Stale data there may look plausible; NaN does not.
         std::memset(window_.result(window_.rank(), row), 0xff, static_cast<size_t>(p_.hidden) * 2);
@@ -172,8 +191,10 @@ class Launch {
     }
   }
 
-  void copy_row(int64_t token, uint16_t* out) const {
+  void send_row(int64_t token, char* to) const {
     const uint16_t* from = p_.x.at<uint16_t>(token);
+    if (p_.quant != Quant::kNone) return write_token(p_, from, to, workspace_);
+    uint16_t* out = reinterpret_cast<uint16_t*>(to);
     if (p_.x.strides[1] == 1) {
       std::memcpy(out, from, static_cast<size_t>(p_.hidden) * 2);
     } else {
@@ -259,8 +280,18 @@ class Launch {
   // here too.
   void tile(int64_t expert, const Row* rows, int64_t count, int64_t first) {
     const int64_t hidden = p_.hidden, inter = p_.inter;
+    if (p_.quant != Quant::kNone) {
+      const char* tokens[kTileRows];
+      uint16_t* results[kTileRows];
+      for (int64_t r = 0; r < count; ++r) {
+        tokens[r] = window_.sent(rows[r].source, rows[r].row);
+        results[r] = window_.result(rows[r].source, rows[r].row);
+      }
+      return quant_tile(p_, workspace_, static_cast<size_t>(expert), tokens, results, count);
+    }
     for (int64_t r = 0; r < count; ++r) {
-      const uint16_t* from = window_.sent(rows[r].source, rows[r].row);
+      const char* sent = window_.sent(rows[r].source, rows[r].row);
+      const uint16_t* from = reinterpret_cast<const uint16_t*>(sent);
       for (int64_t h = 0; h < hidden; ++h) tile_in_[r * hidden + h] = widen(from[h]);
     }
     const View& w1 = p_.weight1[static_cast<size_t>(expert)];
@@ -277,16 +308,8 @@ class Launch {
   }
 
   void activate(const uint16_t* gate_up, float* out) const {
-    const float limit = p_.clamp;
-    for (int64_t i = 0; i < p_.inter; ++i) {
-      float gate = widen(gate_up[i]);
-      float up = widen(gate_up[p_.inter + i]);
-      if (limit > 0.0f) {  // the gate is bounded above only; comparisons keep a NaN
-        gate = gate > limit ? limit : gate;
-        up = up > limit ? limit : up < -limit ? -limit : up;
-      }
-      out[i] = widen(narrow(gate / (1.0f + std::exp(-gate)) * up));
-    }
+    for (int64_t i = 0; i < p_.inter; ++i)
+      out[i] = widen(narrow(gated(widen(gate_up[i]), widen(gate_up[p_.inter + i]), p_.clamp)));
   }
 
   void clear_counts() {
@@ -320,6 +343,7 @@ class Launch {
   }
 
   const Problem& p_;
+  char* const workspace_;
   const bool strict_;
   const int64_t buckets_;  // experts of the group, and one for what is not routed
   int32_t* const ids_;

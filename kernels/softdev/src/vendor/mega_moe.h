@@ -9,6 +9,7 @@
 //   quant.cpp   integer modes: rounding of rows, exact products
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -140,6 +141,15 @@ aclnnStatus fail(aclnnStatus status, const char* fmt, ...) __attribute__((format
 // multiple of 64.
 void multiply(const float* in, const uint16_t* weight, float* out, int64_t rows, int64_t cols,
               int64_t depth);
+
+// silu(gate) * up; with a limit above 0 the gate is bounded above only. A NaN stays one.
+inline float gated(float gate, float up, float limit) {
+  if (limit > 0.0f) {
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+  }
+  return gate / (1.0f + std::exp(-gate)) * up;
+}
 
 inline int64_t align_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 

@@ -14,6 +14,7 @@
 // fp16 becomes infinite.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "mega_moe.h"
@@ -53,6 +54,13 @@ inline float column_scale(uint64_t element, uint32_t mask) {
   __builtin_memcpy(&value, &bits, sizeof value);
   return value;
 }
+
+// A token's row in the window: int8 values, or all high parts and then all low parts two to a byte;
+// behind them the scale. `workspace` lends the rows' place.
+void write_token(const Problem& p, const uint16_t* x, char* row, char* workspace);
+// One expert on up to kTileRows rows of windows; results as bf16.
+void quant_tile(const Problem& p, char* workspace, size_t expert, const char* const* tokens,
+                uint16_t* const* results, int64_t count);
 
 // The nearest fp16 value, ties to even.
 float round_half(float value);

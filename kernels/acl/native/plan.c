@@ -1,0 +1,505 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A launch plan: all arguments of one MegaMoe layer in the order of its ABI variant, with the
+   descriptors of what never changes. A step fills in what does (five small tensors, six with a
+   mask), and makes both vendor calls, in one call from Python.
+
+   Buckets hold the small descriptors by shape. Where the library has aclSetRawTensorAddr a step
+   moves their addresses; where it has not, it makes those anew whose address changed. With
+   executor reuse a bucket keeps its op_executor too and phase one is asked once per shape.
+
+   One thread at a time: the caller holds a lock from xmoe.kernels.acl.plan. Phase one may keep the
+   address of a text, so texts belong to the plan's owner and outlive it.
+
+   Sources: CANN 9.1 documentation of aclSetRawTensorAddr (not between the two phases),
+   aclSetInputTensorAddr and aclSetOutputTensorAddr (repeatable executors only; the index counts the
+   tensors of one direction, members of lists one by one), aclSetAclOpExecutorRepeatable. */
+
+#define XM_SLOTS 48
+#define XM_BUCKETS 16
+#define XM_MAX_DIMS 8
+#define XM_ALIGNMENT 32
+#define XM_ND 2
+#define XM_STATUS_NULL 561103
+
+typedef union {
+  int64_t i;
+  const void* p;
+  float f;
+} xm_slot;
+
+typedef aclnnStatus (*xm_phase_one_fn)(const xm_slot* slot, void* fn, uint64_t* size,
+                                       aclOpExecutor** executor);
+typedef struct {
+  const char* id;
+  const char* signature;
+  int slots;
+  xm_phase_one_fn call;
+} xm_variant;
+/* Generated behind this file: one row per variant, then one without id. */
+static const xm_variant* xm_all_variants(void);
+
+typedef struct {
+  int in_use, slot, is_list, ndim, storage_ndim;
+  int64_t count, dims[XM_MAX_DIMS], strides[XM_MAX_DIMS], storage[XM_MAX_DIMS];
+  uint64_t step_bytes;
+  int32_t dtype, format;
+  uintptr_t base;
+  void* made; /* aclTensor or aclTensorList */
+} xm_packed;
+
+typedef struct {
+  int64_t tokens, topk;
+  int has_mask, in_use;
+  aclTensor* desc[XM_STEP_TENSORS];
+  uintptr_t address[XM_STEP_TENSORS];
+  uint64_t bytes[XM_STEP_TENSORS];
+  uint64_t workspace_bytes, last_use;
+  aclOpExecutor* executor; /* repeatable, or NULL */
+} xm_bucket;
+
+struct xm_plan {
+  const xm_variant* variant;
+  xm_functions fn;
+  int reuse, failed_call;
+  int32_t reuse_refused;
+  int64_t hidden, counts;
+  int32_t dtype[XM_STEP_TENSORS];
+  int where[XM_STEP_TENSORS]; /* slot of each step tensor */
+  xm_slot slot[XM_SLOTS];
+  xm_packed packed[XM_SLOTS];
+  int num_packed;
+  xm_bucket bucket[XM_BUCKETS];
+  xm_bucket* latest;
+  xm_bucket* pending_bucket;
+  aclOpExecutor* pending; /* prepared and not launched */
+  uint64_t need, clock;
+  uint64_t counter[XM_COUNTERS];
+};
+
+typedef aclTensor* (*xm_create_tensor_fn)(const int64_t*, uint64_t, int32_t, const int64_t*,
+                                          int64_t, int32_t, const int64_t*, uint64_t, void*);
+typedef aclTensorList* (*xm_create_list_fn)(const aclTensor* const*, uint64_t);
+typedef aclnnStatus (*xm_pointer_fn)(const void*);
+typedef aclnnStatus (*xm_raw_address_fn)(aclTensor*, void*);
+typedef aclnnStatus (*xm_address_fn)(aclOpExecutor*, size_t, aclTensor*, void*);
+typedef aclnnStatus (*xm_phase_two_fn)(void*, uint64_t, aclOpExecutor*, aclrtStream);
+
+static const xm_variant* xm_find_variant(const char* id) {
+  for (const xm_variant* v = xm_all_variants(); v->id != NULL; ++v) {
+    if (strcmp(v->id, id) == 0) return v;
+  }
+  return NULL;
+}
+
+static const char* xm_plan_signature(const char* variant) {
+  const xm_variant* found = xm_find_variant(variant);
+  return found == NULL ? NULL : found->signature;
+}
+
+static xm_plan* xm_plan_new(const char* variant, const xm_functions* functions, int reuse,
+                            int64_t hidden, int64_t counts, const int32_t* dtypes) {
+  const xm_variant* found = xm_find_variant(variant);
+  xm_plan* plan = found == NULL ? NULL : calloc(1, sizeof *plan);
+  if (plan == NULL) return NULL;
+  plan->variant = found;
+  plan->fn = *functions;
+  plan->reuse = reuse && functions->set_input_address != NULL &&
+                functions->set_output_address != NULL && functions->set_repeatable != NULL &&
+                functions->destroy_executor != NULL;
+  plan->hidden = hidden;
+  plan->counts = counts;
+  memcpy(plan->dtype, dtypes, sizeof plan->dtype);
+  for (int i = 0; i < XM_STEP_TENSORS; ++i) plan->where[i] = -1;
+  return plan;
+}
+
+static int32_t xm_fail(xm_plan* plan, int call, int32_t status) {
+  plan->failed_call = call;
+  return status;
+}
+
+static int32_t xm_destroy(xm_plan* plan, void* fn, const void* object) {
+  if (object == NULL) return XM_DONE;
+  const aclnnStatus status = ((xm_pointer_fn)fn)(object);
+  return status == 0 ? XM_DONE : xm_fail(plan, XM_CALL_DESTROY, status);
+}
+
+static aclTensor* xm_tensor(xm_plan* plan, int ndim, const int64_t* dims, const int64_t* strides,
+                            int32_t dtype, int32_t format, int storage_ndim,
+                            const int64_t* storage, uintptr_t address) {
+  plan->counter[XM_COUNT_DESCRIPTORS]++;
+  return ((xm_create_tensor_fn)plan->fn.create_tensor)(
+      dims, (uint64_t)ndim, dtype, strides, 0, format, storage, (uint64_t)storage_ndim,
+      (void*)address);
+}
+
+/* Only a repeatable op_executor is documented as the caller's to destroy. */
+static int32_t xm_drop_executor(xm_plan* plan, aclOpExecutor* executor, int repeatable) {
+  if (executor == NULL) return XM_DONE;
+  if (plan->fn.set_repeatable == NULL || plan->fn.destroy_executor == NULL) return XM_DONE;
+  if (!repeatable && ((xm_pointer_fn)plan->fn.set_repeatable)(executor) != 0) return XM_DONE;
+  const aclnnStatus status = ((xm_pointer_fn)plan->fn.destroy_executor)(executor);
+  return status == 0 ? XM_DONE : xm_fail(plan, XM_CALL_DESTROY_EXECUTOR, status);
+}
+
+static int32_t xm_plan_abandon(xm_plan* plan) {
+  if (plan == NULL || plan->pending == NULL) return XM_DONE;
+  aclOpExecutor* executor = plan->pending;
+  plan->pending = NULL;
+  /* One that its bucket keeps is not lost. */
+  if (plan->pending_bucket->executor == executor) return XM_DONE;
+  return xm_drop_executor(plan, executor, 0);
+}
+
+static int32_t xm_empty_bucket(xm_plan* plan, xm_bucket* bucket) {
+  int32_t result = xm_drop_executor(plan, bucket->executor, 1);
+  for (int i = 0; i < XM_STEP_TENSORS; ++i) {
+    const int32_t status = xm_destroy(plan, plan->fn.destroy_tensor, bucket->desc[i]);
+    if (status != XM_DONE) result = status;
+  }
+  if (plan->latest == bucket) plan->latest = NULL;
+  memset(bucket, 0, sizeof *bucket);
+  return result;
+}
+
+static int32_t xm_empty_packed(xm_plan* plan, xm_packed* packed) {
+  void* made = packed->made;
+  packed->made = NULL;
+  plan->slot[packed->slot].p = NULL;
+  return xm_destroy(plan, packed->is_list ? plan->fn.destroy_list : plan->fn.destroy_tensor, made);
+}
+
+/* Everything the vendor made for this plan. The first failure is kept, the rest goes on. */
+static int32_t xm_release(xm_plan* plan) {
+  int32_t result = xm_plan_abandon(plan), status;
+  for (int i = 0; i < XM_BUCKETS; ++i) {
+    if (!plan->bucket[i].in_use) continue;
+    if ((status = xm_empty_bucket(plan, &plan->bucket[i])) != XM_DONE) result = status;
+  }
+  for (int i = 0; i < plan->num_packed; ++i) {
+    if ((status = xm_empty_packed(plan, &plan->packed[i])) != XM_DONE) result = status;
+  }
+  return result;
+}
+
+static void xm_plan_free(xm_plan* plan) {
+  if (plan == NULL) return;
+  xm_release(plan);
+  free(plan);
+}
+
+static int xm_bad_slot(const xm_plan* plan, int slot) {
+  return slot < 0 || slot >= plan->variant->slots;
+}
+
+static int32_t xm_plan_set_int(xm_plan* plan, int slot, int64_t value) {
+  if (xm_bad_slot(plan, slot)) return XM_BAD_SLOT;
+  plan->slot[slot].i = value;
+  return XM_DONE;
+}
+
+static int32_t xm_plan_set_float(xm_plan* plan, int slot, float value) {
+  if (xm_bad_slot(plan, slot)) return XM_BAD_SLOT;
+  plan->slot[slot].f = value;
+  return XM_DONE;
+}
+
+static int32_t xm_plan_set_pointer(xm_plan* plan, int slot, const void* value) {
+  if (xm_bad_slot(plan, slot)) return XM_BAD_SLOT;
+  plan->slot[slot].p = value;
+  return XM_DONE;
+}
+
+static int32_t xm_plan_set_step(xm_plan* plan, int slot, int tensor) {
+  if (xm_bad_slot(plan, slot) || tensor < 0 || tensor >= XM_STEP_TENSORS) return XM_BAD_SLOT;
+  plan->where[tensor] = slot;
+  return XM_DONE;
+}
+
+static int32_t xm_make_packed(xm_plan* plan, xm_packed* p) {
+  aclTensor* members[p->count];
+  for (int64_t i = 0; i < p->count; ++i) {
+    members[i] = xm_tensor(plan, p->ndim, p->dims, p->strides, p->dtype, p->format,
+                           p->storage_ndim, p->storage,
+                           p->base + (uintptr_t)i * (uintptr_t)p->step_bytes);
+    if (members[i] != NULL) continue;
+    while (i-- > 0) xm_destroy(plan, plan->fn.destroy_tensor, members[i]);
+    return xm_fail(plan, XM_CALL_TENSOR, XM_STATUS_NULL);
+  }
+  p->made = members[0];
+  if (p->is_list) {
+    p->made = ((xm_create_list_fn)plan->fn.create_list)((const aclTensor* const*)members,
+                                                        (uint64_t)p->count);
+    if (p->made == NULL) {
+      for (int64_t i = 0; i < p->count; ++i)
+        xm_destroy(plan, plan->fn.destroy_tensor, members[i]);
+      return xm_fail(plan, XM_CALL_LIST, XM_STATUS_NULL);
+    }
+  }
+  plan->slot[p->slot].p = p->made;
+  return XM_DONE;
+}
+
+static int32_t xm_plan_set_packed(xm_plan* plan, int slot, int is_list, uintptr_t base,
+                                  int64_t count, uint64_t step_bytes, int ndim,
+                                  const int64_t* dims, int32_t dtype, int32_t format,
+                                  int storage_ndim, const int64_t* storage) {
+  if (xm_bad_slot(plan, slot) || plan->num_packed == XM_SLOTS || ndim < 0 || ndim > XM_MAX_DIMS ||
+      storage_ndim < 0 || storage_ndim > XM_MAX_DIMS || count < 1 || count > 4096)
+    return XM_BAD_SLOT;
+  xm_packed* p = &plan->packed[plan->num_packed++];
+  p->slot = slot;
+  p->is_list = is_list;
+  p->base = base;
+  p->count = is_list ? count : 1;
+  p->step_bytes = step_bytes;
+  p->ndim = ndim;
+  p->dtype = dtype;
+  p->format = format;
+  p->storage_ndim = storage_ndim;
+  int64_t stride = 1;
+  for (int i = ndim - 1; i >= 0; --i) {
+    p->dims[i] = dims[i];
+    p->strides[i] = stride;
+    stride *= dims[i] > 0 ? dims[i] : 1;
+  }
+  memcpy(p->storage, storage, (size_t)storage_ndim * sizeof *storage);
+  return xm_make_packed(plan, p);
+}
+
+/* Executors hold the addresses they were prepared with. */
+static int32_t xm_drop_executors(xm_plan* plan) {
+  int32_t result = xm_plan_abandon(plan);
+  for (int i = 0; i < XM_BUCKETS; ++i) {
+    const int32_t status = xm_drop_executor(plan, plan->bucket[i].executor, 1);
+    plan->bucket[i].executor = NULL;
+    if (status != XM_DONE) result = status;
+  }
+  return result;
+}
+
+static int32_t xm_plan_rebind(xm_plan* plan, int slot, uintptr_t base) {
+  if (plan == NULL) return XM_CLOSED;
+  for (int i = 0; i < plan->num_packed; ++i) {
+    xm_packed* p = &plan->packed[i];
+    if (p->slot != slot) continue;
+    int32_t status = xm_drop_executors(plan);
+    if (status == XM_DONE) status = xm_empty_packed(plan, p);
+    p->base = base;
+    return status != XM_DONE ? status : xm_make_packed(plan, p);
+  }
+  return XM_BAD_SLOT;
+}
+
+/* As if nothing had been cached. */
+static int32_t xm_plan_rebuild(xm_plan* plan) {
+  if (plan == NULL) return XM_CLOSED;
+  int32_t status = xm_release(plan);
+  for (int i = 0; i < plan->num_packed && status == XM_DONE; ++i)
+    status = xm_make_packed(plan, &plan->packed[i]);
+  return status;
+}
+
+static uint64_t xm_item_bytes(int32_t dtype) {
+  switch (dtype) {
+    case 2: case 4: case 12: return 1;  /* INT8, UINT8, BOOL */
+    case 1: case 27: return 2;          /* FLOAT16, BF16 */
+    case 9: case 10: case 11: return 8; /* INT64, UINT64, DOUBLE */
+    default: return 4;
+  }
+}
+
+/* Shape of a step tensor; returns the number of dimensions. */
+static int xm_step_shape(const xm_plan* plan, const xm_bucket* b, int tensor, int64_t* dims) {
+  dims[0] = tensor == XM_COUNTS ? plan->counts : b->tokens;
+  dims[1] = tensor == XM_X || tensor == XM_Y ? plan->hidden : b->topk;
+  return tensor == XM_MASK || tensor == XM_COUNTS ? 1 : 2;
+}
+
+static int32_t xm_find_bucket(xm_plan* plan, int64_t tokens, int64_t topk, int has_mask,
+                              xm_bucket** out) {
+  xm_bucket* oldest = &plan->bucket[0];
+  for (int i = 0; i < XM_BUCKETS; ++i) {
+    xm_bucket* b = &plan->bucket[i];
+    if (b->in_use && b->tokens == tokens && b->topk == topk && b->has_mask == has_mask) {
+      *out = b;
+      return XM_DONE;
+    }
+    if (oldest->in_use && (!b->in_use || b->last_use < oldest->last_use)) oldest = b;
+  }
+  if (oldest->in_use) {
+    plan->counter[XM_COUNT_EVICTED]++;
+    const int32_t status = xm_empty_bucket(plan, oldest);
+    if (status != XM_DONE) return status;
+  }
+  oldest->in_use = 1;
+  oldest->tokens = tokens;
+  oldest->topk = topk;
+  oldest->has_mask = has_mask;
+  for (int i = 0; i < XM_STEP_TENSORS; ++i) {
+    int64_t dims[2];
+    const int ndim = xm_step_shape(plan, oldest, i, dims);
+    const int64_t items = dims[0] * (ndim == 2 ? dims[1] : 1);
+    const int absent = i == XM_MASK && !has_mask;
+    oldest->bytes[i] = absent ? 0 : (uint64_t)items * xm_item_bytes(plan->dtype[i]);
+  }
+  *out = oldest;
+  return XM_DONE;
+}
+
+/* The operator reads its inputs while it writes its outputs, so no two tensors may share memory. */
+static int32_t xm_check_addresses(const xm_bucket* b, const uintptr_t* address) {
+  for (int i = 0; i < XM_STEP_TENSORS; ++i) {
+    if (address[i] % XM_ALIGNMENT != 0) return XM_MISALIGNED - i;
+    for (int j = 0; j < i; ++j) {
+      if (address[i] < address[j] + b->bytes[j] && address[j] < address[i] + b->bytes[i])
+        return XM_SHARED - 8 * j - i;
+    }
+  }
+  return XM_DONE;
+}
+
+static int32_t xm_set_descriptor(xm_plan* plan, xm_bucket* b, int i, uintptr_t address) {
+  if (b->desc[i] != NULL && b->address[i] == address) return XM_DONE;
+  if (b->desc[i] != NULL && plan->fn.set_raw_address != NULL) {
+    const aclnnStatus status =
+        ((xm_raw_address_fn)plan->fn.set_raw_address)(b->desc[i], (void*)address);
+    if (status != 0) return xm_fail(plan, XM_CALL_ADDRESS, status);
+    b->address[i] = address;
+    return XM_DONE;
+  }
+  aclTensor* old = b->desc[i];
+  b->desc[i] = NULL;
+  const int32_t status = xm_destroy(plan, plan->fn.destroy_tensor, old);
+  if (status != XM_DONE) return status;
+  int64_t dims[2];
+  const int ndim = xm_step_shape(plan, b, i, dims);
+  const int64_t strides[2] = {ndim == 2 ? dims[1] : 1, 1};
+  b->desc[i] = xm_tensor(plan, ndim, dims, strides, plan->dtype[i], XM_ND, ndim, dims, address);
+  if (b->desc[i] == NULL) return xm_fail(plan, XM_CALL_TENSOR, XM_STATUS_NULL);
+  b->address[i] = address;
+  return XM_DONE;
+}
+
+/* In every variant known the inner operator's first four inputs are context, x, ids, weights, and
+   its outputs are y and counts. The mask stands behind optional lists: no index is certain for it,
+   so launches with a mask never reuse an executor. */
+static int32_t xm_move_executor(xm_plan* plan, xm_bucket* b, const uintptr_t* address) {
+  static const struct { int tensor, is_output; size_t index; } moved[] = {
+      {XM_X, 0, 1}, {XM_IDS, 0, 2}, {XM_WEIGHTS, 0, 3}, {XM_Y, 1, 0}, {XM_COUNTS, 1, 1}};
+  for (size_t m = 0; m < sizeof moved / sizeof *moved; ++m) {
+    const int i = moved[m].tensor;
+    if (b->address[i] == address[i]) continue;
+    void* fn = moved[m].is_output ? plan->fn.set_output_address : plan->fn.set_input_address;
+    const aclnnStatus status =
+        ((xm_address_fn)fn)(b->executor, moved[m].index, b->desc[i], (void*)address[i]);
+    if (status != 0) {
+      aclOpExecutor* half_moved = b->executor;
+      b->executor = NULL;
+      b->address[i] = 0;
+      xm_drop_executor(plan, half_moved, 1);
+      return xm_fail(plan, XM_CALL_ADDRESS, status);
+    }
+    b->address[i] = address[i];
+  }
+  return XM_DONE;
+}
+
+static int32_t xm_prepare(xm_plan* plan, xm_bucket* b, const uintptr_t* address) {
+  for (int i = 0; i < XM_STEP_TENSORS; ++i) {
+    const int where = plan->where[i];
+    if (where < 0) return XM_BAD_SLOT;
+    if (i == XM_MASK && !b->has_mask) {
+      plan->slot[where].p = NULL;
+      continue;
+    }
+    const int32_t status = xm_set_descriptor(plan, b, i, address[i]);
+    if (status != XM_DONE) return status;
+    plan->slot[where].p = b->desc[i];
+  }
+  uint64_t size = 0;
+  /* The wrapper creates an op_executor only if it finds NULL; anything else it takes for one. */
+  aclOpExecutor* executor = NULL;
+  plan->counter[XM_COUNT_PHASE_ONE]++;
+  const aclnnStatus status = plan->variant->call(plan->slot, plan->fn.phase_one, &size, &executor);
+  if (status != 0) return xm_fail(plan, XM_CALL_PHASE_ONE, status);
+  if (executor == NULL) return XM_NO_EXECUTOR;
+  b->workspace_bytes = size;
+  plan->pending = executor;
+  plan->pending_bucket = b;
+  if (plan->reuse && !b->has_mask) {
+    const aclnnStatus refused = ((xm_pointer_fn)plan->fn.set_repeatable)(executor);
+    if (refused == 0) {
+      b->executor = executor;
+    } else {
+      plan->reuse = 0; /* the operator cannot; it is asked once */
+      plan->reuse_refused = refused;
+    }
+  }
+  return XM_DONE;
+}
+
+static int32_t xm_plan_resume(xm_plan* plan, uintptr_t workspace, uint64_t workspace_bytes,
+                              uintptr_t stream) {
+  if (plan == NULL) return XM_CLOSED;
+  if (plan->pending == NULL) return XM_NOTHING_PENDING;
+  xm_bucket* b = plan->pending_bucket;
+  plan->need = b->workspace_bytes;
+  if (plan->need > 0 && (workspace == 0 || workspace_bytes < plan->need)) return XM_MORE_WORKSPACE;
+  aclOpExecutor* executor = plan->pending;
+  plan->pending = NULL;
+  const aclnnStatus status = ((xm_phase_two_fn)plan->fn.phase_two)(
+      plan->need > 0 ? (void*)workspace : NULL, plan->need, executor, (aclrtStream)stream);
+  if (status == 0) {
+    plan->counter[XM_COUNT_LAUNCHES]++;
+    return XM_DONE;
+  }
+  if (b->executor == executor) {
+    b->executor = NULL; /* what state it is in nobody knows */
+    xm_drop_executor(plan, executor, 1);
+  }
+  return xm_fail(plan, XM_CALL_LAUNCH, status);
+}
+
+static int32_t xm_plan_step(xm_plan* plan, int64_t tokens, int64_t topk, uintptr_t x,
+                            uintptr_t ids, uintptr_t weights, uintptr_t mask, uintptr_t y,
+                            uintptr_t counts, uintptr_t workspace, uint64_t workspace_bytes,
+                            uintptr_t stream) {
+  if (plan == NULL) return XM_CLOSED;
+  const uintptr_t address[XM_STEP_TENSORS] = {x, ids, weights, mask, y, counts};
+  int32_t status = plan->pending == NULL ? XM_DONE : xm_plan_abandon(plan);
+  if (status != XM_DONE) return status;
+  xm_bucket* b = plan->latest;
+  if (b == NULL || b->tokens != tokens || b->topk != topk || b->has_mask != (mask != 0)) {
+    status = xm_find_bucket(plan, tokens, topk, mask != 0, &b);
+    if (status != XM_DONE) return status;
+    plan->latest = b;
+  }
+  b->last_use = ++plan->clock;
+  status = xm_check_addresses(b, address);
+  if (status != XM_DONE) return status;
+  if (b->executor != NULL) {
+    status = xm_move_executor(plan, b, address);
+    if (status != XM_DONE) return status;
+    plan->counter[XM_COUNT_REUSED]++;
+    plan->pending = b->executor;
+    plan->pending_bucket = b;
+  } else {
+    status = xm_prepare(plan, b, address);
+    if (status != XM_DONE) return status;
+  }
+  return xm_plan_resume(plan, workspace, workspace_bytes, stream);
+}
+
+static uint64_t xm_plan_need(const xm_plan* plan) { return plan->need; }
+static int xm_plan_failed_call(const xm_plan* plan) { return plan->failed_call; }
+static int32_t xm_plan_reuse_refused(const xm_plan* plan) { return plan->reuse_refused; }
+static int xm_plan_reuses(const xm_plan* plan) { return plan->reuse; }
+static int xm_plan_buckets(const xm_plan* plan) {
+  int used = 0;
+  for (int i = 0; i < XM_BUCKETS; ++i) used += plan->bucket[i].in_use;
+  return used;
+}
+static void xm_plan_counters(const xm_plan* plan, uint64_t* out) {
+  memcpy(out, plan->counter, sizeof plan->counter);
+}

@@ -1,0 +1,34 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What plan.c and Python both know of a launch plan. */
+enum {
+  XM_X, XM_IDS, XM_WEIGHTS, XM_MASK, XM_Y, XM_COUNTS, XM_STEP_TENSORS
+};
+enum {
+  XM_DONE = 0,
+  XM_MORE_WORKSPACE = -1,  /* nothing was launched: call xm_plan_resume or xm_plan_abandon */
+  XM_CLOSED = -2,
+  XM_NO_EXECUTOR = -3,
+  XM_NOTHING_PENDING = -4,
+  XM_BAD_SLOT = -5,
+  XM_MISALIGNED = -100,    /* minus the step tensor's number */
+  XM_SHARED = -200         /* minus 8 * first - second: the two step tensors overlap */
+};
+enum { XM_COUNT_DESCRIPTORS, XM_COUNT_PHASE_ONE, XM_COUNT_LAUNCHES, XM_COUNT_REUSED,
+       XM_COUNT_EVICTED, XM_COUNTERS };
+/* A vendor status that a step returns came from this call. */
+enum { XM_CALL_TENSOR, XM_CALL_LIST, XM_CALL_DESTROY, XM_CALL_ADDRESS, XM_CALL_PHASE_ONE,
+       XM_CALL_LAUNCH, XM_CALL_DESTROY_EXECUTOR };
+typedef struct {
+  void* create_tensor;
+  void* destroy_tensor;
+  void* create_list;
+  void* destroy_list;
+  void* set_repeatable;
+  void* destroy_executor;
+  void* set_raw_address;     /* these three may be missing */
+  void* set_input_address;
+  void* set_output_address;
+  void* phase_one;
+  void* phase_two;
+} xm_functions;
+typedef struct xm_plan xm_plan;

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the fuzz of the two-phase call draws: argument sets as plain values, printed by `repr`.
+
+A set is a small accepted call with some arguments replaced. Near misses matter most, since pure
+noise is refused by the first check. The same set is given to the contract layer (`Contract`) and to
+the vendor's C functions (`Vendor`) in `support.fuzz_targets`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from xmoe.kernels.acl.dtypes import DTYPES, FORMATS
+from xmoe.kernels.acl.variants import VARIANTS
+
+TARGETS = ("contract", "vendor")
+# Values at which something changes: limits of the operator, of the C types, of alignment.
+EDGES = (
+    *(0, 1, 2, 3, 4, 7, 8, 15, 16, 17, 27, 28, 31, 32, 33, 64, 127, 128, 129, 512, 1023, 1024),
+    *(1025, 1536, 4095, 4096, 4097, 6144, 8192, 8704, 1 << 20, (1 << 31) - 1, 1 << 31, 1 << 32),
+    *((1 << 40) + 1, (1 << 56) - 1, 1 << 56, 1 << 62, (1 << 63) - 1),
+)
+INT64 = st.one_of(
+    st.sampled_from([*EDGES, *(-v for v in EDGES if v), -(1 << 63)]),
+    st.integers(-(1 << 63), (1 << 63) - 1),
+)
+WIDE = st.one_of(INT64, st.sampled_from([1 << 63, 1 << 64, -(1 << 63) - 1, 10**30]))
+FLOATS = st.one_of(
+    st.floats(), st.sampled_from([0.0, -0.0, 1e39, -1e39, 3.4028234663852886e38, 1e-46])
+)
+JUNK: st.SearchStrategy[Any] = st.one_of(
+    st.none(), st.booleans(), WIDE, FLOATS, st.text(max_size=6), st.binary(max_size=6),
+    st.lists(st.one_of(WIDE, FLOATS, st.text(max_size=3), st.none()), max_size=3),
+    st.sampled_from([(), (1.0,), (float("nan"),), ("7",), {}, {"x": 1}, 1j, "\ud800", "a\0b"]),
+)  # fmt: skip
+TEXTS = st.one_of(
+    st.sampled_from(["", "swiglu", "gelu", "SWIGLU", "swiglu ", "fullmesh", "%s%n%p", "é", "x" * 3000]),
+    st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=40),
+)  # fmt: skip
+DIMS = st.one_of(st.sampled_from([0, 1, 2, 3, 4, 16, 512, 1024, 2048]), INT64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One argument set.
+
+    sizes: (bs, K, H, I, experts) of the accepted call. changes: (parameter key, what it becomes).
+    then: what is done when phase one accepts.
+    """
+
+    target: str
+    variant: str
+    sizes: tuple[int, int, int, int, int]
+    changes: tuple[tuple[str, tuple[Any, ...]], ...]
+    then: str
+
+
+@st.composite
+def tensor_fields(draw: st.DrawFn) -> tuple[Any, ...]:
+    """ "tensor" and the fields that differ from the right tensor's."""
+    pool: dict[str, st.SearchStrategy[Any]] = {
+        "shape": st.lists(DIMS, max_size=10),
+        "strides": st.one_of(st.none(), st.lists(DIMS, max_size=9)),
+        "dtype": st.one_of(st.sampled_from([*DTYPES.values(), -1, 28, 99, 1 << 31])),
+        "format": st.sampled_from([*FORMATS.values(), -1, 12, 77]),
+        "storage": st.one_of(st.none(), st.lists(DIMS, max_size=9)),
+        "offset": DIMS,
+        "ptr": st.one_of(
+            st.sampled_from(["null", "odd", "unmapped", "device", "behind device"]), INT64
+        ),
+        "first": DIMS,
+        "last": DIMS,
+        "rank": st.sampled_from([-1, 1]),
+    }
+    names = draw(st.lists(st.sampled_from(sorted(pool)), min_size=1, max_size=2, unique=True))
+    return ("tensor", tuple((name, draw(pool[name])) for name in names))
+
+
+TENSORS: st.SearchStrategy[tuple[Any, ...]] = st.one_of(
+    tensor_fields(),
+    st.sampled_from([("null",), ("dead",), ("list",), ("same as x",), ("right",)]),
+    st.tuples(st.just("handle"), INT64),
+)
+LISTS: st.SearchStrategy[tuple[Any, ...]] = st.one_of(
+    st.tuples(st.just("list of"), st.lists(TENSORS, max_size=3)),
+    st.sampled_from([("null",), ("dead",), ("tensor as list",), ("longer",), ("right",)]),
+    st.tuples(st.just("handle"), INT64),
+)
+BY_KIND: dict[str, st.SearchStrategy[tuple[Any, ...]]] = {
+    "T": TENSORS,
+    "O": TENSORS,
+    "L": LISTS,
+    "i64": st.tuples(st.just("int"), st.one_of(INT64, st.integers(-2, 40))),
+    "S": st.one_of(st.just(("null",)), st.tuples(st.just("text"), TEXTS)),
+    "F": st.tuples(st.just("float"), FLOATS),
+    "FA": st.one_of(
+        st.sampled_from([("null",), ("dead",)]),
+        st.tuples(st.just("floats"), st.lists(FLOATS, max_size=3)),
+        st.tuples(st.just("handle"), INT64),
+    ),
+}
+OUTPUTS: st.SearchStrategy[tuple[Any, ...]] = st.one_of(
+    st.just(("null",)), st.tuples(st.just("dirty"), INT64)
+)
+# Calls beside phase one, each with arguments of its own.
+OTHER: dict[str, st.SearchStrategy[Any]] = {
+    "tensor": tensor_fields(),
+    "tensors": LISTS,
+    "arrays": st.tuples(st.sampled_from(["Int", "Float", "Bool", "none"]), st.integers(0, 1 << 33)),
+    "destroy": st.tuples(st.integers(0, 7), st.sampled_from(["null", "garbage", "other"]), INT64),
+    "read": st.tuples(st.integers(0, 4), st.sampled_from(["null", "garbage", "other"]), INT64),
+    "stream": st.tuples(st.integers(0, 7), INT64, INT64),
+    "memory": st.tuples(st.integers(0, 3), WIDE, WIDE),
+    "launch": st.tuples(st.sampled_from(["null", "garbage", "used", "destroyed"]), INT64, INT64),
+}
+
+
+@st.composite
+def cases(draw: st.DrawFn, targets: tuple[str, ...], variants: str) -> Case:
+    """Argument sets for `targets` in the given ABI variants."""
+    target = draw(st.sampled_from(targets))
+    variant = draw(st.sampled_from(variants))
+    if draw(st.integers(0, 7)) == 0:
+        name = draw(st.sampled_from(sorted(OTHER)))
+        return Case(
+            target, variant, (1, 1, 1024, 512, 1), ((f"call {name}", draw(OTHER[name])),), ""
+        )
+    params = {p.key: p.kind for p in VARIANTS[variant].params}
+    kinds = {**params, "workspaceSize": "out", "executor": "out"}
+    sizes = (
+        draw(st.sampled_from([1, 2, 3, 16])), draw(st.sampled_from([1, 2, 3])),
+        draw(st.sampled_from([1024, 1024, 1536])), draw(st.sampled_from([512, 512, 1024])),
+        draw(st.sampled_from([1, 2, 3])),
+    )  # fmt: skip
+    changes = []
+    for _ in range(draw(st.integers(0, 3))):
+        key = draw(st.sampled_from(sorted(kinds)))
+        if target == "contract" and draw(st.integers(0, 5)) == 0:
+            value: tuple[Any, ...] = ("junk", draw(JUNK))
+            key = draw(st.sampled_from([*sorted(params), "X", "weight", "topoType", "scales"]))
+        elif kinds[key] == "out":
+            value = draw(OUTPUTS)
+        else:
+            value = draw(BY_KIND[kinds[key]])
+        changes.append((key, value))
+    then = draw(st.sampled_from(["destroy", "launch", "launch", "workspace", "stream", "twice"]))
+    return Case(target, variant, sizes, tuple(changes), then)
