@@ -139,10 +139,11 @@ class LoadedModel:
 
         Calls every MoE layer once with no rows, in layer order, as a rank with a request does.
         """
-        dtype = self.model.get_input_embeddings().weight.dtype
-        hidden = torch.zeros((0, self.shape.hidden), dtype=dtype)
-        ids = torch.zeros((0, self.shape.topk), dtype=torch.int64)
-        weights = torch.zeros((0, self.shape.topk), dtype=dtype)
+        embedding = self.model.get_input_embeddings().weight
+        dtype, device = embedding.dtype, embedding.device
+        hidden = torch.zeros((0, self.shape.hidden), dtype=dtype, device=device)
+        ids = torch.zeros((0, self.shape.topk), dtype=torch.int64, device=device)
+        weights = torch.zeros((0, self.shape.topk), dtype=dtype, device=device)
         with torch.no_grad():
             for layer in self.layers:
                 layer(hidden, ids, weights)
@@ -163,6 +164,8 @@ def load_model(
     widen: tuple[int, int] | None = (1024, 512),
     dtype: torch.dtype | None = torch.bfloat16,
     convert_dtype: bool = False,
+    device: torch.device | None = None,
+    attention: str | None = None,
 ) -> LoadedModel:
     """Builds the model with this rank's experts. Local, apart from what `make_layer` does.
 
@@ -176,9 +179,12 @@ def load_model(
         widen: least (hidden, intermediate); smaller sizes are padded exactly. None keeps sizes.
         dtype: what the weights must be stored as; None takes the checkpoint's.
         convert_dtype: convert to `dtype` instead of refusing another one.
+        device: where the weights go; None is the CPU. Each tensor is moved as it is read.
+        attention: transformers' name of the attention function; None is the library's own choice on
+            the CPU and "eager", which is made of plain operators, elsewhere.
 
     Returns:
-        The model on the CPU; its experts function is "xmoe".
+        The model; its experts function is "xmoe".
 
     Raises:
         CheckpointError: the directory is incomplete or does not fit its config; raised after
@@ -199,18 +205,23 @@ def load_model(
     layers = []
     with WeightReader(catalogue, plan, dtype if convert_dtype else None) as reader:
         for index, block in enumerate(model.model.layers):
-            layer = make_layer(index, reader.experts(index, ep_rank, ep_size))
+            layer = make_layer(index, _moved(reader.experts(index, ep_rank, ep_size), device))
             # Not through setattr: a layer that is a Module must not become a child of this one.
             block.mlp.experts.__dict__[_ATTRIBUTE] = layer
             layers.append(layer)
         for name, tensor in reader.others():
             owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner)._parameters[leaf] = torch.nn.Parameter(
-                tensor, requires_grad=False
+                tensor if device is None else tensor.to(device), requires_grad=False
             )
         bytes_read = reader.bytes_read
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
+    if device is not None and device.type != "cpu":
+        model.to(device)  # what is left: buffers
+        attention = attention or "eager"
+    if attention is not None:
+        model.set_attn_implementation(attention)
     tokenizer, notice = _load_tokenizer(Path(model_dir))
     return LoadedModel(
         model=model.eval(),
@@ -221,6 +232,18 @@ def load_model(
         bytes_read=bytes_read,
         notices=catalogue.notices + notice,
     )
+
+
+def _moved(weights: ExpertWeights, device: torch.device | None) -> ExpertWeights:
+    from dataclasses import fields, replace
+
+    if device is None or device.type == "cpu":
+        return weights
+    held = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    tensors: dict[str, Any] = {
+        key: value.to(device) for key, value in held.items() if isinstance(value, Tensor)
+    }
+    return replace(weights, **tensors)
 
 
 def _with_dtype(shape: MoeShape, dtype: torch.dtype) -> MoeShape:

@@ -111,7 +111,7 @@ class GreedySession:
 
     @torch.no_grad()
     def _advance(self, token_ids: list[int]) -> int:
-        ids = torch.tensor([token_ids])
+        ids = torch.tensor([token_ids], device=self._loaded.model.lm_head.weight.device)
         kwargs = {self._keyword: self._cache}
         output = self._loaded.model(input_ids=ids, use_cache=True, logits_to_keep=1, **kwargs)
         # argmax takes the lowest id of equal logits, so ties are stable.

@@ -87,10 +87,15 @@ def test_every_expert_is_chosen_by_some_sum(loaded: LoadedModel) -> None:
         layer.mlp.gate.register_forward_hook(watch(index))
         for index, layer in enumerate(loaded.model.model.layers)
     ]
-    questions = [f"{a}加{997 - a}等于多少？" for a in range(0, 998, 31)]
     with torch.no_grad():
-        for question in questions:
-            loaded.model(torch.tensor([loaded.tokenizer(question).input_ids]))
+        for a in range(0, 1000, 31):
+            b = a * 7 % 1000
+            for question in (f"{a}加{b}等于多少？", f"What is {a} plus {b}?"):
+                turns = [("user", question), ("assistant", str(a + b))]
+                ids = loaded.tokenizer.apply_chat_template(
+                    [{"role": role, "content": text} for role, text in turns], return_dict=False
+                )
+                loaded.model(torch.tensor([ids]))
     for hook in hooks:
         hook.remove()
     assert [len(experts) for experts in chosen] == [32, 32, 32]
