@@ -17,7 +17,10 @@ ROOT = Path(__file__).resolve().parent
 # tests/unit/test_packaging.py compares this table with the tree and with the built wheel.
 PACKAGES = {
     "xmoe": "xmoe",
+    "xmoe.pipeline": "xmoe/pipeline",
+    "xmoe.pipeline.adapters": "xmoe/pipeline/adapters",
     "xmoe.regress": "xmoe/regress",
+    "xmoe.conformance": "xmoe/conformance",
     "xmoe.kernels": "kernels",
     "xmoe.kernels.acl": "kernels/acl",
     "xmoe.kernels.ops": "kernels/ops",

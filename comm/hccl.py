@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.distributed import ProcessGroup
+
 from xmoe.comm.window import Span
 from xmoe.errors import CommError
 from xmoe.kernels.acl.status import check
@@ -29,6 +32,18 @@ def make_root_info(runtime: Runtime) -> bytes:
     info = runtime.ffi.new("HcclRootInfo*")
     check(runtime, runtime.hccl.HcclGetRootInfo(info), "HcclGetRootInfo")
     return bytes(runtime.ffi.buffer(info))
+
+
+def hccl_name(group: ProcessGroup, rank: int) -> str | None:
+    """Name of the group's own HCCL communicator, None when it has none (gloo alone).
+
+    COLLECTIVE: torch_npu makes the communicator at the first call.
+    """
+    types = getattr(group, "_device_types", None) or ()
+    if not any(device.type == "npu" for device in types):
+        return None
+    backend: Any = group._get_backend(torch.device("npu"))
+    return str(backend.get_hccl_comm_name(rank)) if hasattr(backend, "get_hccl_comm_name") else None
 
 
 class HcclCommunicator:
@@ -60,6 +75,22 @@ class HcclCommunicator:
             status = hccl.HcclCommInitRootInfoConfig(size, info, rank, config, out)
             check(runtime, status, "HcclCommInitRootInfoConfig")
         self._comm: Any = out[0]
+        self._owned = True
+
+    @classmethod
+    def named(cls, runtime: Runtime, size: int, rank: int, name: str) -> HcclCommunicator:
+        """One that torch_npu's process group made and owns; it is found by name. Local.
+
+        No collective of that group may run while a launch uses the window; its size is the group's.
+        """
+        self = cls.__new__(cls)
+        self._runtime, self._size, self._rank, self._owned = runtime, size, rank, False
+        out = runtime.ffi.new("HcclComm*")
+        text = runtime.ffi.new("char[]", name.encode())
+        status = runtime.hccl.HcclCommGetHandleWithName(text, out)
+        check(runtime, status, "HcclCommGetHandleWithName")
+        self._comm = out[0]
+        return self
 
     def verify(self) -> None:
         """Rank and size must be what was asked for. Local."""
@@ -131,7 +162,7 @@ class HcclCommunicator:
     def close(self) -> None:
         """Destroy it. On a vendor's CANN this may wait for the other ranks. Twice is harmless."""
         comm, self._comm = self._comm, None
-        if comm is not None:
+        if comm is not None and self._owned:
             check(self._runtime, self._runtime.hccl.HcclCommDestroy(comm), "HcclCommDestroy")
 
 

@@ -29,7 +29,7 @@ from xmoe.comm.agree import (
     require_equal,
 )
 from xmoe.comm.fence import LaunchFence
-from xmoe.comm.hccl import HcclCommunicator, make_root_info
+from xmoe.comm.hccl import HcclCommunicator, hccl_name, make_root_info
 from xmoe.comm.window import check_capacity, check_spans, context_bytes
 from xmoe.errors import (
     AclError,
@@ -124,7 +124,7 @@ class ResourceCore:
         agreed("libraries", lambda: self._look(made))
         root_info = broadcast_bytes(group, made.root_info, "root info", spec.step_timeout_s)
         undo.callback(self._undo, made)
-        agreed("communicator", lambda: made.join(self._size, self._rank, root_info, spec))
+        agreed("communicator", lambda: made.join(group, self._size, self._rank, root_info, spec))
         agreed("context", lambda: made.build(self._window_spec(spec.capacity), self._rank, spec))
         sizes = {"ccl_buffer_bytes": made.ccl_buffer_bytes}
         require_equal(group, "communication resource", sizes, spec.step_timeout_s)
@@ -150,7 +150,13 @@ class ResourceCore:
         self._comm: HcclCommunicator | None = made.comm
         self.handle = CommHandle(made.name, self._rank, self._size, made.ccl_buffer_bytes, context)
         self.fence = LaunchFence(self.spec.fence, self._device, self.spec.fence_timeout_s)
-        self.workspace = WorkspaceCache(made.runtime, self._device, self.spec.fence_timeout_s)
+        # An adaptor with an allocator of its own (torch_npu's) gives the scratch memory too.
+        allocate = getattr(self._device, "allocate", None)
+        self.workspace = WorkspaceCache(
+            made.runtime, self.fence.wait_for_stream, allocate
+        )
+        if context.device.type != "cpu":  # the copy is queued; a launch may use another stream
+            self._device.current_stream().synchronize(self.spec.step_timeout_s)
 
     def _undo(self, made: _Made) -> None:
         with self._device.bind():
@@ -230,6 +236,7 @@ class ResourceCore:
             if self._closing:
                 return
             self._closing = True
+            self.handle.validity.valid = False
         if not self.owned:
             return
         error: Exception | None = None
@@ -263,8 +270,14 @@ class _Made:
     context: bytes = b""
     ccl_buffer_bytes: int = 0
 
-    def join(self, size: int, rank: int, root_info: bytes, spec: ResourceSpec) -> None:
-        self.comm = HcclCommunicator(self.runtime, size, rank, root_info, spec.ccl_buffer_mb)
+    def join(
+        self, group: ProcessGroup, size: int, rank: int, root_info: bytes, spec: ResourceSpec
+    ) -> None:
+        name = hccl_name(group, rank)
+        if name is None:
+            self.comm = HcclCommunicator(self.runtime, size, rank, root_info, spec.ccl_buffer_mb)
+        else:
+            self.comm = HcclCommunicator.named(self.runtime, size, rank, name)
         self.comm.verify()
         self.name = self.comm.name()
 

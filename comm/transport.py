@@ -216,11 +216,11 @@ class CollectiveTransport:
     ) -> Tensor:
         if self._group is None:
             return rows
-        received = rows.new_empty(sum(recv_rows), rows.shape[1])
-        self._all_to_all(
-            received, rows.contiguous(), recv_rows, send_rows, f"{what} {self._sequence}"
-        )
-        return received
+        # The group is only known to accept CPU tensors; other devices' rows pass through the host.
+        send = rows.contiguous().cpu()
+        received = send.new_empty(sum(recv_rows), rows.shape[1])
+        self._all_to_all(received, send, recv_rows, send_rows, f"{what} {self._sequence}")
+        return received.to(rows.device)
 
     def _all_to_all(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -110,9 +111,6 @@ def probe(
         _probe(found, problems, device, abi_variant, root, environ)
     except LibraryError as error:
         problems.append(_from_error(error))
-    except ConfigError as error:
-        # A pinned variant that cannot be called, K for one: not a matter of the machine.
-        problems.append(Problem(Code.VARIANT_UNKNOWN, str(error)))
     except Exception as error:  # whatever a half-installed machine throws means "not available"
         problems.append(Problem(Code.PROBE_FAILED, f"{type(error).__name__}: {error}"))
     return Capability(**found, problems=tuple((p.code.value, p.text) for p in problems))
@@ -170,7 +168,12 @@ def _probe_runtime(
 def _probe_mega_moe(
     found: dict[str, Any], problems: list[Problem], runtime: loader.Runtime, pinned: str | None
 ) -> MegaMoeSymbols | None:
-    symbols = runtime.find_mega_moe(pinned)
+    try:
+        symbols = runtime.find_mega_moe(pinned)
+    except ConfigError as error:
+        # A pinned variant that cannot be called, K for one.
+        problems.append(Problem(Code.VARIANT_UNKNOWN, str(error)))
+        return None
     if isinstance(symbols, Problem):
         problems.append(symbols)
         return None
@@ -237,6 +240,15 @@ class ModuleState:
 
 _states: dict[str, ModuleState] = {}
 _states_lock = threading.Lock()
+
+
+def _renew_lock_in_child() -> None:
+    # Another thread may have held it at fork; in the child nobody would release it.
+    global _states_lock
+    _states_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock_in_child)
 
 
 def module_state(name: str) -> ModuleState:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -59,8 +58,10 @@ class Stream(Protocol):
 class Event(Protocol):
     """A point in a stream; may be recorded again."""
 
-    def record(self, stream: Stream) -> None:
-        """Mark the end of what `stream` holds now."""
+    def record(self, stream: Stream, handle: int | None = None) -> None:
+        """Mark the end of what `stream` holds now. `handle` is the stream's, for a caller that read
+        it for the same launch.
+        """
 
     def synchronize(self, timeout_s: float) -> None:
         """Block until the latest recording is reached; returns at once if there was none."""
@@ -115,7 +116,7 @@ class _InlineStream:
 
 
 class _InlineEvent:
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Stream, handle: int | None = None) -> None:
         return None
 
     def synchronize(self, timeout_s: float) -> None:
@@ -178,7 +179,7 @@ class _HostEvent:
     def __init__(self, inner: AclEvent) -> None:
         self._inner = inner
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Stream, handle: int | None = None) -> None:
         if not isinstance(stream, _HostStream):
             raise _foreign("stream", stream)
         self._inner.record(stream._inner)
@@ -210,6 +211,26 @@ def _foreign(kind: str, value: object) -> ConfigError:
 # the last one resets it.
 _users: dict[tuple[int, int], int] = {}
 _users_lock = threading.Lock()
+
+
+class _Bound(AbstractContextManager[None]):
+    """A device made current. A class, since every launch binds and a generator costs twice that."""
+
+    __slots__ = ("_device", "_previous")
+
+    def __init__(self, device: HostDevice) -> None:
+        self._device = device
+        self._previous: Any = None
+
+    def __enter__(self) -> None:
+        previous = self._device._current()
+        if previous != self._device._context:
+            self._device._restore(self._device._context)
+            self._previous = previous
+
+    def __exit__(self, *_: object) -> None:
+        if self._previous is not None:
+            self._device._restore(self._previous)
 
 
 class HostDevice:
@@ -259,23 +280,14 @@ class HostDevice:
             status = self.runtime.acl.aclrtSetCurrentContext(context)
             check(self.runtime, status, "aclrtSetCurrentContext")
 
-    @contextlib.contextmanager
-    def bind(self) -> Iterator[None]:
+    def bind(self) -> AbstractContextManager[None]:
         """See Device. A thread that had no device keeps this one: there is no call to have none."""
         if self._context is None:
             raise ConfigError(
                 f"device {self.index} is closed; allowed: use before close(); next: make a new "
                 "HostDevice"
             )
-        previous = self._current()
-        if previous == self._context:
-            yield
-            return
-        self._restore(self._context)
-        try:
-            yield
-        finally:
-            self._restore(previous)
+        return _Bound(self)
 
     def create_stream(self) -> Stream:
         return _HostStream(AclStream(self.runtime))

@@ -20,15 +20,17 @@ import contextlib
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from xmoe.errors import AclError, ConfigError, LibraryNotFound, ProcessLost, ProvenanceError
-from xmoe.kernels.acl.handles import AclEvent, OwnedHandle
+from xmoe.kernels.acl.handles import AclEvent
+from xmoe.kernels.acl.libraries import other_copies
 from xmoe.kernels.acl.status import DEVICE_ERRORS, check, name_of
-from xmoe.kernels.device import Event, Stream
+from xmoe.kernels.device import Device, Event, Stream
+from xmoe.kernels.ops.workspace import Memory
 
 if TYPE_CHECKING:
     from xmoe.kernels.acl.loader import Runtime
@@ -91,7 +93,7 @@ def _is_timeout(code: int) -> bool:
     return code in (507046, 507047)
 
 
-class TensorMemory(OwnedHandle):
+class TensorMemory(Memory):
     """Scratch memory from torch_npu's caching allocator, in the place of aclrtMalloc's.
 
     It belongs to the stream that was current when it was made, like any tensor; give it back only
@@ -156,9 +158,9 @@ class _NpuEvent:
         self._device = device
         self._inner = AclEvent(device.runtime)
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Stream, handle: int | None = None) -> None:
         runtime = self._device.runtime
-        raw = runtime.ffi.cast("aclrtStream", stream.handle())
+        raw = runtime.ffi.cast("aclrtStream", stream.handle() if handle is None else handle)
         checked(runtime, runtime.acl.aclrtRecordEvent(self._inner.pointer, raw), "aclrtRecordEvent")
 
     def synchronize(self, timeout_s: float) -> None:
@@ -282,6 +284,25 @@ class NpuDevice:
         self.close()
 
 
+class _OnCurrentStream:
+    """The same device, whose new streams are the caller's current one."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def create_stream(self) -> Stream:
+        return self._device.current_stream()
+
+
+def on_current_stream(device: Device) -> Device:
+    """For an executor whose work must follow the torch operators before it, without a wait between
+    two streams."""
+    return cast(Device, _OnCurrentStream(device))
+
+
 def _load() -> Runtime:
     from xmoe.kernels.acl.loader import load
     from xmoe.kernels.acl.toolkit import find_toolkit
@@ -290,11 +311,12 @@ def _load() -> Runtime:
 
 
 def _require_same_copy(runtime: Runtime) -> None:
-    """The loader refuses a second file of the name; this asks that ours was torch_npu's."""
+    """torch_npu depends on a libascendcl, so with one file of that name loaded both use it."""
     first = runtime.libraries[0]
-    if not first.already_loaded:
+    others = other_copies(runtime.native, first.path)
+    if others:
         raise ProvenanceError(
-            f"torch_npu does not use {first.path} (found via {first.found_via}); allowed: one "
-            "libascendcl for both; next: set LD_LIBRARY_PATH and ASCEND_HOME_PATH to one CANN before "
-            "Python starts, and import torch_npu before xmoe loads its libraries"
+            f"torch_npu uses {', '.join(map(str, others))}, xmoe found {first.path} via "
+            f"{first.found_via}; allowed: one libascendcl for both; next: set LD_LIBRARY_PATH and "
+            "ASCEND_HOME_PATH to one CANN before Python starts"
         )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -23,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHM_PREFIX = f"xmoe-test-{os.getpid()}-"
 TOP_NAMES = {"kernels", "policy", "comm", "models"}
 
+_probes = pytest.StashKey[str]()
 _stderr = pytest.StashKey[int]()
 _problems = pytest.StashKey[list[str]]()
 
@@ -37,6 +40,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("XSD_SHM_PREFIX", SHM_PREFIX)
+    # Ranks of all tests share one probe of each library's ABI variant.
+    config.stash[_probes] = tempfile.mkdtemp(prefix="xmoe-test-probes-")
+    os.environ.setdefault("XMOE_ABI_CACHE", config.stash[_probes])
     # Output capture has its own file behind 2 while a test runs; stacks must reach the real one.
     config.stash[_stderr] = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
     config.stash[_problems] = []
@@ -44,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[_probes], ignore_errors=True)
     os.close(config.stash[_stderr])
 
 

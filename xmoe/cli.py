@@ -44,6 +44,16 @@ COMMANDS = (
         "explain", "xmoe.explain", "show every check of a model at an EP size, and what would run"
     ),
     Command("regress", "xmoe.regress", "generate at an EP size on both paths; do answers repeat?"),
+    Command(
+        "pipeline",
+        "xmoe.pipeline.command",
+        "run Attention and FFN ranks through the stream pipeline; are serial and overlap equal?",
+    ),
+    Command(
+        "conformance",
+        "xmoe.conformance",
+        "try on this device what the software device assumes of a real one",
+    ),
     Command("device", "xmoe.device", "print the environment that selects the software device"),
 )
 
@@ -68,7 +78,7 @@ def _unknown(kind: str, got: str, allowed: Sequence[str]) -> str:
 
 
 def _top_parser() -> _Parser:
-    listing = "\n".join(f"  {command.name:<10}{command.help}" for command in COMMANDS)
+    listing = "\n".join(f"  {command.name:<13}{command.help}" for command in COMMANDS)
     parser = _Parser(
         prog="xmoe",
         usage="xmoe [-h] [--version] [--debug] COMMAND ...",

@@ -10,6 +10,7 @@
     |   |-- SymbolMissing                  loaded, but a needed symbol is absent
     |   `-- ProvenanceError                a symbol comes from a library it must not come from
     |-- AclError                           a vendor call returned a status other than zero
+    |-- PipelineStopped                    the pipeline was asked to stop while it waited
     `-- CommError
         |-- WindowTooSmall                 the communicator's window cannot hold the batch
         |-- FenceTimeout                   an earlier launch did not finish in time
@@ -85,6 +86,10 @@ class AclError(XmoeError):
 
 class ProcessLost(XmoeError):
     """Device work of this process failed; nothing it computes on the device can be trusted."""
+
+
+class PipelineStopped(XmoeError):
+    """A wait of the stream pipeline ended because somebody asked it to stop."""
 
 
 class CommError(XmoeError):

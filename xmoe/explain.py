@@ -18,10 +18,10 @@ from typing import Any
 from xmoe import env, layout
 from xmoe.config import XmoeConfig
 from xmoe.errors import ConfigError
-from xmoe.models.qwen3_5.config import layer_types, read_config, shape_from_config
-from xmoe.models.qwen3_5.widen import plan_widening, widened_shape
 from xmoe.kernels.acl.quant_modes import PREPARED_QUANTS
 from xmoe.kernels.acl.variants import VARIANTS
+from xmoe.models.qwen3_5.config import layer_types, read_config, shape_from_config
+from xmoe.models.qwen3_5.widen import plan_widening, widened_shape
 from xmoe.policy import explain as text
 from xmoe.policy.decision import Check, Decision
 from xmoe.policy.facts import Facts

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -33,7 +35,7 @@ from xmoe.comm.resource_core import ResourceSpec, RuntimeDevice
 from xmoe.comm.transport import CollectiveTransport
 from xmoe.config import XmoeConfig
 from xmoe.errors import ConfigError, XmoeError
-from xmoe.executor import Phase, PhaseContext, PhaseKind, StreamExecutor, WorkItem
+from xmoe.executor import ExecutorOptions, Phase, PhaseContext, PhaseKind, StreamExecutor, WorkItem
 from xmoe.kernels.acl.loader import load
 from xmoe.kernels.acl.quant_modes import PREPARED_QUANTS, quant_mode
 from xmoe.kernels.acl.toolkit import find_toolkit
@@ -101,7 +103,7 @@ class MoeRunner:
         config: XmoeConfig | None = None,
         *,
         group: ProcessGroup | None = None,
-        device: RuntimeDevice | None = None,
+        device: RuntimeDevice | torch.device | None = None,
         role: str = "main",
     ) -> MoeRunner:
         """Gather facts, decide, and build what the decided path needs. COLLECTIVE.
@@ -110,7 +112,9 @@ class MoeRunner:
             shape: equal on all ranks.
             config: equal on all ranks; None reads the environment.
             group: the EP group, which must accept CPU tensors; None for a single rank.
-            device: None makes one over the toolkit that is found, when the path needs it.
+            device: an adaptor, or the torch device of the tensors that layers will be called with;
+                None means CPU tensors. An adaptor over the toolkit that is found is then made when
+                the path needs it.
             role: models that run concurrently on one group need different roles.
 
         Raises:
@@ -137,7 +141,7 @@ class MoeRunner:
             raise
         return runner
 
-    def _build(self, device: RuntimeDevice | None, role: str) -> None:
+    def _build(self, device: RuntimeDevice | torch.device | None, role: str) -> None:
         config = self.config
         self._transport = CollectiveTransport(
             self._group,
@@ -147,8 +151,10 @@ class MoeRunner:
         )
         self._resource: MegaMoeCommResource | None = None
         if self.decision.path is not Path.MEGA_MOE:
-            inline: Device = device if device is not None else InlineDevice()
-            executor = StreamExecutor(inline, timeout_s=config.step_timeout_s)
+            inline: Device = InlineDevice()
+            if not _is_cpu(device):
+                inline = self._open_device(device)
+            executor = StreamExecutor(*_executor_on(inline, config.step_timeout_s))
             self._executor = self._closers.enter_context(executor)
             return
         device = self._open_device(device)
@@ -169,19 +175,20 @@ class MoeRunner:
         self._resource = self._closers.enter_context(resource)
         self._device = device
         executor = StreamExecutor(
-            device, timeout_s=config.step_timeout_s, translate=resource.translate
+            *_executor_on(device, config.step_timeout_s), translate=resource.translate
         )
         # Closed in reverse: executor (drains), layers' descriptors, resource, device.
         self._closers.enter_context(self._layers)
         self._executor = self._closers.enter_context(executor)
 
-    def _open_device(self, device: RuntimeDevice | None) -> RuntimeDevice:
+    def _open_device(self, device: RuntimeDevice | torch.device | None) -> RuntimeDevice:
         """The caller's device, or one of our own; all ranks learn of a rank that has none."""
         error: Exception | None = None
-        if device is None:
+        if device is None or isinstance(device, torch.device):
+            wanted, device = device, None
             try:
-                made = HostDevice(load(find_toolkit()))
-                device = self._closers.enter_context(made)
+                device = _adaptor(wanted)
+                self._closers.callback(device.close)
             except XmoeError as caught:
                 error = caught
         agree_success(self._group, "device", error, self.config.step_timeout_s)
@@ -329,7 +336,7 @@ class _Layer:
             launch = resource.launch(
                 context.stream, lambda stream: fused.launch(padded.batch, stream, padded.mask)
             )
-            context.keep(launch)
+            context.own(launch)
             context.values["output"] = launch.hidden_states
 
         phase = Phase(PhaseKind.COMPUTE, resource.channel, compute)
@@ -398,6 +405,33 @@ def _problem(
         if found:
             return ConfigError(found.sentence(shape.num_experts))
     return None
+
+
+def _is_cpu(device: RuntimeDevice | torch.device | None) -> bool:
+    return device is None or (isinstance(device, torch.device) and device.type == "cpu")
+
+
+def _adaptor(device: torch.device | None) -> RuntimeDevice:
+    """The adaptor for tensors of a torch device. Local."""
+    if device is None or device.type == "cpu":
+        return HostDevice(load(find_toolkit()))
+    if device.type == "npu":
+        from xmoe.kernels.npu_device import NpuDevice
+
+        return NpuDevice(device.index)
+    raise ConfigError(
+        f"device={device}; allowed: cpu, npu; next: move the model there, or pass an adaptor"
+    )
+
+
+def _executor_on(device: Device, timeout_s: float) -> tuple[Device, ExecutorOptions]:
+    """Where and how an executor runs: with a framework's tensors, on its current stream."""
+    options = ExecutorOptions(timeout_s=timeout_s)
+    if device.torch_device.type == "cpu":
+        return device, options
+    from xmoe.kernels.npu_device import on_current_stream
+
+    return on_current_stream(device), replace(options, distrust_after_error=True)
 
 
 def _local_facts(config: XmoeConfig, found: Capability, ep_size: int) -> Facts:

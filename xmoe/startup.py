@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of the vendor chain that an engine makes before it loads weights.
 
-    report = xmoe.validate_vendor_chain()      a report, whatever is wrong; raises nothing for it
-    xmoe.check_vendor_chain()                  once per process: raises when MegaMoe cannot be used
-    xmoe.check_vendor_chain(group)             once per group: every rank raises the same error
+report = xmoe.validate_vendor_chain()      a report, whatever is wrong; raises nothing for it
+xmoe.check_vendor_chain()                  once per process: raises when MegaMoe cannot be used
+xmoe.check_vendor_chain(group)             once per group: every rank raises the same error
 """
 
 from __future__ import annotations

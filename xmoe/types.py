@@ -12,7 +12,7 @@ Dimension letters used in every docstring of this project:
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -138,6 +138,15 @@ class ExpertWeights:
         return int(self.down.shape[1])
 
 
+class Validity:
+    """Whether something borrowed may still be used. Its owner sets `valid` to False, for good."""
+
+    __slots__ = ("valid",)
+
+    def __init__(self) -> None:
+        self.valid = True
+
+
 @dataclass(frozen=True)
 class CommHandle:
     """What an operator needs to know of a communication resource; valid until that closes."""
@@ -147,3 +156,4 @@ class CommHandle:
     ep_size: int
     ccl_buffer_bytes: int
     context: Tensor
+    validity: Validity = field(default_factory=Validity, compare=False, repr=False)

@@ -117,8 +117,7 @@ def conclude(
         if verdict.allows(pin.id):
             return result(pin, f"pinned by abi_variant{suffix}")
         text = (
-            f"abi_variant={pin.id} is pinned, but the return-code probe of {library} says "
-            f"{verdict}"
+            f"abi_variant={pin.id} is pinned, but the return-code probe of {library} says {verdict}"
         )
         return result(None, "pin and probe disagree", Problem(Code.VARIANT_MISMATCH, text))
     if metadata is not None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/megamoe-abi.md out of the variant table: `python -m xmoe.kernels.acl.abi_page`.
 
-Outside a checkout it prints the page. With `--check` it only compares, and says with exit code 1 that the page is not the table's.
+Outside a checkout it prints the page. With `--check` it only compares, and says with exit code 1
+that the page is not the table's.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def render() -> str:
     parts.append("\n## Parameters\n\nThe number is the 1-based position.\n\n")
     parts.append(_parameters())
     parts.append(
-        "\nA variant without a parameter is called only with the value that means \"not used\":\n\n"
+        '\nA variant without a parameter is called only with the value that means "not used":\n\n'
     )
     parts += [f"- `{key}`: {_values(values)}\n" for key, values in NEUTRAL.items()]
     parts += [_prototype(variant) for variant in VARIANTS.values()]
@@ -111,7 +112,7 @@ def _slots(variant: Variant) -> str:
 def _parameters() -> str:
     # In the order of the last variant that has a parameter, each parameter once.
     keys: list[str] = []
-    for variant in reversed(VARIANTS.values()):
+    for variant in reversed(list(VARIANTS.values())):
         for place, param in enumerate(variant.params):
             if param.key not in keys:
                 earlier = [p.key for p in variant.params[:place]]

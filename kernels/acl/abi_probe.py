@@ -160,8 +160,10 @@ def run(
         base_libraries: the toolkit's own, opened first so that the library binds to these.
         timeout_s: after which the child is killed.
     """
-    if not sys.executable or not _CHILD.is_file():
-        return Verdict("unavailable", None, f"no interpreter or no {_CHILD.name} to run")
+    python = _interpreter()
+    if python is None or not _CHILD.is_file():
+        missing = "Python interpreter" if python is None else _CHILD.name
+        return Verdict("unavailable", None, f"no {missing} to run it with")
     request = {
         "library": str(library),
         "identity": list(identity),
@@ -175,7 +177,7 @@ def run(
         try:
             child = subprocess.Popen(
                 # Isolated: no PYTHON* variable, no user site and no current folder may change it.
-                [sys.executable, "-I", "-S", str(_CHILD), str(writer)],
+                [python, "-I", "-S", str(_CHILD), str(writer)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -197,6 +199,15 @@ def run(
     return _conclude(lines, in_time, child.returncode, timeout_s)
 
 
+def _interpreter() -> str | None:
+    """A Python to start. In a program that embeds one, sys.executable may be that program."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for path in (sys.executable, os.path.join(sys.base_exec_prefix, "bin", version)):
+        if path and re.fullmatch(r"python[\d.]*", os.path.basename(path)) and os.path.isfile(path):
+            return path
+    return None
+
+
 def _converse(
     child: subprocess.Popen[bytes], reader: int, request: bytes, timeout_s: float
 ) -> tuple[list[dict[str, Any]], bool]:
@@ -212,12 +223,17 @@ def _converse(
         selector.register(reader, selectors.EVENT_READ)
         while not data.endswith(_DONE):
             left = deadline - time.monotonic()
-            if left <= 0 or not selector.select(left):
+            if left <= 0:
                 return _lines(data), False
-            part = os.read(reader, 1 << 16)
-            if not part:
-                break
+            # Looked at before the pipe: what an ended child wrote is in it by then. The end of the
+            # pipe alone would not do, since a process forked meanwhile may hold it open.
+            ended = child.poll() is not None
+            part = (
+                os.read(reader, 1 << 16) if selector.select(0 if ended else min(left, 0.2)) else b""
+            )
             data += part
+            if not part and (ended or selector.select(0)):
+                break
     return _lines(data), True
 
 

@@ -86,7 +86,7 @@ def _entry(entry: ChainEntry, found: Findings) -> dict[str, Any]:
         if not Path(real).is_relative_to(real_folder):
             notes.append(f"{place.library.name} is a link out of the folder, to {real}")
     found.warnings += [f"{place.path}: {note}" for note in notes]
-    remedy = _NEXT_STEPS.get(entry.verdict)
+    remedy = _NEXT_STEPS.get(entry.verdict, "reinstall the package, or take it out of the chain")
     return {
         "path": str(place.path),
         "realpath": os.path.realpath(place.path),
@@ -96,7 +96,7 @@ def _entry(entry: ChainEntry, found: Findings) -> dict[str, Any]:
         "version": entry.version or None,
         "symbols": list(entry.symbols),
         "verdict": entry.verdict,
-        "remedy": "reinstall the package, or take it out of the chain" if remedy is None else remedy,
+        "remedy": remedy,
         "owner": _owner(place.library if place.library.exists() else place.path),
         "notes": notes,
     }

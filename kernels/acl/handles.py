@@ -107,9 +107,10 @@ class DeviceMemory(OwnedHandle):
 
     def __init__(self, runtime: Runtime, nbytes: int, policy: int = 0) -> None:
         super().__init__(runtime)
-        if not isinstance(nbytes, int) or nbytes <= 0:
+        if not isinstance(nbytes, int) or not 0 < nbytes <= _INT64_MAX:
             raise ConfigError(
-                f"device memory of {nbytes!r} bytes; allowed: 1 or more; skip an empty allocation"
+                f"device memory of {nbytes!r} bytes; allowed: 1 or more, below 2**63; skip an "
+                "empty allocation"
             )
         self.nbytes = nbytes
         out = runtime.ffi.new("void**")
@@ -163,6 +164,14 @@ class AclStream(OwnedHandle):
         out = runtime.ffi.new("aclrtStream*")
         check(runtime, runtime.acl.aclrtCreateStream(out), "aclrtCreateStream")
         self._handle = out[0]
+        self._address = int(runtime.ffi.cast("uintptr_t", out[0]))
+
+    @property
+    def handle(self) -> int:
+        """As an integer, valid until `close`. Converted once: each launch asks for it."""
+        if self._handle is None:
+            return super().handle  # says that it is closed
+        return self._address
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Wait until all queued work is done. Blocks; without a timeout possibly for ever.
@@ -340,6 +349,12 @@ class TensorListDesc(OwnedHandle):
         if not members:
             raise ConfigError(
                 "tensor list of 0 members; allowed: 1 or more; pass None for an absent list"
+            )
+        if not all(isinstance(m, TensorDesc) for m in members):
+            kinds = sorted({type(m).__name__ for m in members})
+            raise ConfigError(
+                f"tensor list of {', '.join(kinds)}; allowed: TensorDesc members; describe each "
+                "tensor first"
             )
         if len({id(m) for m in members}) != len(members):
             raise ConfigError(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from xmoe.errors import ConfigError, UnsupportedError
 from xmoe.kernels.acl.handles import AclStream, OwnedHandle, TensorDesc, TensorListDesc
 from xmoe.kernels.acl.status import check, make_error
-from xmoe.kernels.acl.variants import NEUTRAL, VARIANTS, Param, Variant
+from xmoe.kernels.acl.variants import FLT_MAX, NEUTRAL, VARIANTS, Param, Variant
 
 if TYPE_CHECKING:
     from xmoe.kernels.acl.loader import Runtime
@@ -152,6 +152,13 @@ def launch(
     """
     address = workspace.handle if isinstance(workspace, OwnedHandle) else workspace or 0
     queue = stream.handle if isinstance(stream, AclStream) else stream
+    # The cast below would cut a wider number down to some other handle, or to the default stream.
+    for what, value in (("workspace", address), ("stream", queue)):
+        if not isinstance(value, int) or not 0 <= value < 1 << 64:
+            raise ConfigError(
+                f"{LAUNCH_CALL} got {what}={value!r}; allowed: an address or handle of 64 bits; "
+                f"pass what the runtime gave"
+            )
     with prepared._lock:
         _launch(prepared, address, queue)
 
@@ -262,21 +269,21 @@ def convert(runtime: Runtime, param: Param, value: object, keep: contextlib.Exit
     if param.kind == "i64" and isinstance(value, int) and not isinstance(value, bool):
         if value in _INT64:
             return value
-    if param.kind == "S" and isinstance(value, str) and "\0" not in value:
+    if param.kind == "S" and isinstance(value, str) and _is_c_text(value):
         # Phase one may keep the address in the op_executor, so the text lives as long as the call.
         text = ffi.new("char[]", value.encode())
         keep.callback(lambda held: None, text)
         return text
-    if param.kind == "F" and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if param.kind == "FA" and isinstance(value, (tuple, list)):
+    if param.kind == "F" and _is_number(value):
+        return float(value)  # type: ignore[arg-type]
+    if param.kind == "FA" and isinstance(value, (tuple, list)) and all(map(_is_number, value)):
         return _float_array(runtime, [float(v) for v in value], keep)
     words = {
         "T": "a TensorDesc",
         "O": "a TensorDesc",
         "L": "a TensorListDesc",
         "i64": "a whole number of 64 bits",
-        "S": "a text without NUL",
+        "S": "a text without NUL, in UTF-8",
         "F": "a number",
         "FA": "a sequence of numbers",
     }[param.kind]
@@ -285,6 +292,18 @@ def convert(runtime: Runtime, param: Param, value: object, keep: contextlib.Exit
         f"argument {param.key}={value!r} of {WORKSPACE_CALL} is of type {type(value).__name__}; "
         f"allowed: {words}{none}; convert it"
     )
+
+
+def _is_c_text(value: str) -> bool:
+    """Whether C sees all of it: no NUL, and nothing that has no UTF-8 form."""
+    return "\0" not in value and not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def _is_number(value: object) -> bool:
+    """Whether it fits a double; the conversion to a C float is the compiler's."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return isinstance(value, float) or abs(value) <= FLT_MAX
 
 
 def _float_array(runtime: Runtime, values: list[float], keep: contextlib.ExitStack) -> Any:

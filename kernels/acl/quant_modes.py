@@ -19,7 +19,7 @@ class QuantMode:
 
     weight_dtype, weight_format   names of aclDataType and aclFormat for the weight descriptors
     scale_dtype                   of the scales, None when there are none
-    needs_bias                    whether the bias lists are mandatory; otherwise they must be absent
+    needs_bias                    whether bias lists are mandatory; otherwise they must be absent
     dispatch_quant_mode           0 none, 2 int8 per token, 4 MXFP
     out_dtypes                    accepted dispatchQuantOutDtype codes; the first is the one to pass
     prepared                      whether xmoe prepares such weights
@@ -60,7 +60,9 @@ def quant_mode(name: str) -> QuantMode:
     """The row called `name`, for weights that xmoe prepares; ConfigError for any other."""
     row = QUANT_MODES.get(name)
     if row is None or not row.prepared:
-        why = "is unknown" if row is None else f"({row.title}, {row.soc_families[0]}) is not prepared"
+        why = (
+            "is unknown" if row is None else f"({row.title}, {row.soc_families[0]}) is not prepared"
+        )
         raise ConfigError(
             f"weight quantisation {name!r} {why} by this release; allowed: "
             f"{', '.join(PREPARED_QUANTS)}; use weights of one of these kinds"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -104,6 +105,8 @@ def grouped_matmul(
             f"{rows.dtype} and {weight.dtype}; allowed: equal sums and equal types; next: check "
             "the dispatch"
         )
+    if rows.device.type == "npu" and num_rows:
+        return _grouped_on_npu(rows, tokens_per_expert, weight)
     output = rows.new_empty(num_rows, weight.shape[2])
     multiple = 1
     if deterministic and num_rows:
@@ -115,6 +118,16 @@ def grouped_matmul(
             output[part] = _product(rows[part], weight[expert], multiple)
             start += count
     return output
+
+
+def _grouped_on_npu(rows: Tensor, tokens_per_expert: Sequence[int], weight: Tensor) -> Tensor:
+    """torch_npu's grouped product: one launch; it tiles rows without padding, each on its own."""
+    counts = torch.tensor(tokens_per_expert, dtype=torch.int64, device=rows.device)
+    # 3: one output tensor; 0: groups along the rows; 1: `counts` holds sizes, not ends.
+    (output,) = torch.ops.npu.npu_grouped_matmul(
+        [rows], [weight], group_list=counts, split_item=3, group_type=0, group_list_type=1
+    )
+    return cast(Tensor, output)
 
 
 def _product(rows: Tensor, weight: Tensor, multiple: int) -> Tensor:

@@ -9,16 +9,16 @@ Source: ops-transformer 9.1.0, mc2/mega_moe (docs, op_api, arch22 tiling).
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from xmoe.errors import ConfigError
-from xmoe.kernels.acl.handles import DATA_ALIGNMENT_BYTES, TensorDesc, TensorListDesc
-from xmoe.kernels.acl.op import launch_mega_moe
+from xmoe.errors import CommError, ConfigError
+from xmoe.kernels.acl.handles import DATA_ALIGNMENT_BYTES
+from xmoe.kernels.acl.plan import STEP_TENSORS, LaunchPlan, Packed
 from xmoe.kernels.acl.quant_modes import quant_mode
 from xmoe.kernels.acl.variants import FLT_MAX, NEUTRAL
 from xmoe.kernels.device import Stream
@@ -36,7 +36,7 @@ TOPK_MAX = 16
 LOCAL_EXPERTS_MAX = 128
 
 
-@dataclass
+@dataclass(slots=True)
 class MegaMoeLaunch:
     """A queued launch. Hold it until the stream was synchronised: it keeps the inputs alive.
 
@@ -47,7 +47,6 @@ class MegaMoeLaunch:
 
     hidden_states: Tensor
     tokens_per_expert: Tensor
-    workspace_bytes: int
     _inputs: tuple[object, ...] = field(repr=False)
 
     def close(self) -> None:
@@ -67,6 +66,11 @@ class MegaMoe:
         workspace: shared by all layers of one resource.
         max_recv_tokens: rows this rank can receive; 0 lets the operator take its worst case, the
             only value that cannot lose rows.
+        reuse_executor: let the vendor's op_executor serve many launches of one shape. Only for
+            operators known to allow it; the documents leave it open for aclnnMegaMoe.
+
+    Weights and context are described once. When the memory behind one of these tensors changed
+    (`tensor.data = ...`), the next launch describes it anew.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class MegaMoe:
         activation: str = "swiglu",
         activation_clamp: float | None = None,
         max_recv_tokens: int = 0,
+        reuse_executor: bool = False,
     ) -> None:
         _check_weights(weights, num_experts, handle)
         if activation_name(activation) != "swiglu":
@@ -102,10 +107,29 @@ class MegaMoe:
         self._workspace = workspace
         self._clamp = FLT_MAX if not activation_clamp else float(activation_clamp)
         self._max_recv_tokens = max_recv_tokens
-        with contextlib.ExitStack() as undo:
-            self._context = undo.enter_context(_describe(runtime, handle.context))
-            self._lists = _describe_weights(runtime, weights, undo)
-            undo.pop_all()
+        self._topk_max = min(TOPK_MAX, num_experts)
+        self._hidden, self._local = weights.hidden, weights.num_local_experts
+        # Kept beside the plan: what a launch compares with, and makes its own like.
+        self._bound = [
+            (key, tensor, tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
+            for key, tensor in _constant_tensors(handle, weights)
+        ]
+        self._counts_like = torch.empty(
+            self._local, dtype=torch.int32, device=weights.gate_up.device
+        )
+        self._plan = LaunchPlan(
+            runtime,
+            self._symbols,
+            self._constants(),
+            hidden=self._hidden,
+            local_experts=self._local,
+            reuse_executor=reuse_executor,
+        )
+
+    @property
+    def plan(self) -> LaunchPlan:
+        """The compiled launch plan, for reports."""
+        return self._plan
 
     def launch(
         self, batch: TokenBatch, stream: Stream, mask: Tensor | None = None
@@ -122,58 +146,81 @@ class MegaMoe:
                 the ids when it has a mask, so it gets a copy of them.
 
         Raises:
-            ConfigError: a tensor is not what the contract demands; nothing was queued.
+            ConfigError: a tensor is not what the contract demands, or the weights are gone; nothing
+                was queued.
+            CommError: the communication resource is closed.
             AclError: the vendor refused.
         """
-        self._check_batch(batch, mask)
-        ids = batch.topk_ids if mask is None else batch.topk_ids.clone()
-        output = torch.empty_like(batch.hidden_states)
-        counts = torch.empty(
-            self._weights.num_local_experts, dtype=torch.int32, device=output.device
+        x, ids, weights = batch.hidden_states, batch.topk_ids, batch.topk_weights
+        if not self._fits(x, ids, weights, mask):
+            self._explain(batch, mask)
+        self._refuse_if_stale()
+        if mask is not None:
+            ids = ids.clone()
+        output = torch.empty_like(x)
+        counts = torch.empty_like(self._counts_like)
+        handle = stream.handle()
+        tokens, topk = ids.shape
+        self._plan.step(
+            tokens,
+            topk,
+            x.data_ptr(),
+            ids.data_ptr(),
+            weights.data_ptr(),
+            0 if mask is None else mask.data_ptr(),
+            output.data_ptr(),
+            counts.data_ptr(),
+            handle,
+            self._workspace.block(handle),
         )
-        _check_distinct(
-            hidden_states=batch.hidden_states,
-            topk_ids=ids,
-            topk_weights=batch.topk_weights,
-            output=output,
-            tokens_per_expert=counts,
-        )
-        tensors = {
-            "x": batch.hidden_states,
-            "topkIds": ids,
-            "topkWeights": batch.topk_weights,
-            "xActiveMaskOptional": mask,
-            "yOut": output,
-            "expertTokenNumsOut": counts,
-        }
-        described = {
-            key: None if tensor is None else _describe(self._runtime, tensor)
-            for key, tensor in tensors.items()
-        }
-        try:
-            workspace_bytes = launch_mega_moe(
-                self._runtime,
-                self._symbols,
-                self._arguments(described),
-                stream.handle(),
-                lambda nbytes: self._workspace.take(stream, nbytes),
-            )
-        finally:
-            for one in described.values():
-                if one is not None:
-                    one.close()
-        self._workspace.launched(stream)
-        kept = (batch, ids, mask, self._weights, self._handle)
-        return MegaMoeLaunch(output, counts, workspace_bytes, kept)
+        return MegaMoeLaunch(output, counts, (batch, ids, mask, self._weights, self._handle))
 
-    def _arguments(self, described: dict[str, TensorDesc | None]) -> dict[str, object]:
+    def _refuse_if_stale(self) -> None:
+        """The plan holds addresses: of the context, of the weights, of the library's functions."""
+        if not self._handle.validity.valid:
+            raise CommError(
+                f"communication resource of {self._handle.group_name} is closed; allowed: launches "
+                "before close(); next: acquire it again and make the operator anew"
+            )
+        if self._plan.symbols is not self._symbols:
+            raise ConfigError(
+                f"launch plan was made for ABI variant {self._plan.symbols.require_variant().id} of "
+                f"{self._plan.symbols.library.path}, the operator now has "
+                f"{self._symbols.require_variant().id} of {self._symbols.library.path}; allowed: "
+                "one library for the operator's life; next: make the operator anew"
+            )
+        for index, (_, tensor, address, _, _) in enumerate(self._bound):
+            if tensor.data_ptr() != address:
+                self._follow(index)
+
+    def _follow(self, index: int) -> None:
+        """The memory of a constant tensor changed: describe the new one, or refuse."""
+        key, tensor, _, shape, dtype = self._bound[index]
+        address = tensor.data_ptr()
+        if address == 0 or tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise ConfigError(
+                f"{key} was {list(shape)} {dtype} and is now {list(tensor.shape)} {tensor.dtype}"
+                f"{' without memory' if address == 0 else ''}; allowed: new memory of the same "
+                "shape and type; next: load the weights back, or make the operator anew"
+            )
+        if not tensor.is_contiguous() or address % DATA_ALIGNMENT_BYTES:
+            raise ConfigError(
+                f"{key} moved to address {address:#x} with strides {list(tensor.stride())}; "
+                f"allowed: contiguous memory at multiples of {DATA_ALIGNMENT_BYTES} bytes; next: "
+                "copy it with .clone()"
+            )
+        self._plan.rebind(key, address)
+        self._bound[index] = (key, tensor, address, shape, dtype)
+
+    def _constants(self) -> dict[str, object]:
         """Values by parameter key; what the library's variant has beyond them gets its "not used"
         value.
         """
         mode = quant_mode(self._weights.quant)
+        context = self._handle.context
         args: dict[str, object] = {
-            "context": self._context,
-            **self._lists,
+            "context": Packed(context.data_ptr(), tuple(context.shape), "int32", is_list=False),
+            **_packed_weights(self._weights),
             "moeExpertNum": self._num_experts,
             "epWorldSize": self._handle.ep_size,
             "cclBufferSize": self._handle.ccl_buffer_bytes,
@@ -185,30 +232,58 @@ class MegaMoe:
             # 0: 9.1.0 drops the value anyway, and later variants demand one number for all layers.
             "numMaxTokensPerRank": 0,
             "activation": "swiglu",
-            **described,
         }
-        variant = self._symbols.variant
-        assert variant is not None  # symbols without one are refused by the two-phase call
+        variant = self._symbols.require_variant()
         if variant.has("activationParams"):
             args["activationParams"] = (self._clamp,)
         else:
             args["activationClamp"] = self._clamp
         for key in variant.keys():
-            if key not in args:
+            if key not in args and key not in STEP_TENSORS:
                 args[key] = NEUTRAL[key][0]
         return args
 
+    def _fits(self, x: Tensor, ids: Tensor, weights: Tensor, mask: Tensor | None) -> bool:
+        """Whether `_explain` has nothing to say; alignment and overlap are the plan's to check."""
+        if ids.dim() != 2:
+            return False
+        tokens, topk = shape = ids.shape
+        return (
+            x.dtype is torch.bfloat16
+            and ids.dtype is torch.int32
+            and weights.dtype is torch.float32
+            and x.shape == (tokens, self._hidden)
+            and weights.shape == shape
+            and 1 <= topk <= self._topk_max
+            and tokens >= 1
+            and x.is_contiguous()
+            and ids.is_contiguous()
+            and weights.is_contiguous()
+            and (
+                mask is None
+                or (mask.dtype is torch.int8 and mask.shape == (tokens,) and mask.is_contiguous())
+            )
+        )
+
+    def _explain(self, batch: TokenBatch, mask: Tensor | None) -> None:
+        """Raise the ConfigError of a batch that does not fit."""
+        self._check_batch(batch, mask)
+        raise ConfigError(
+            f"hidden_states {list(batch.hidden_states.shape)}, topk_ids "
+            f"{list(batch.topk_ids.shape)}, topk_weights {list(batch.topk_weights.shape)} do not "
+            f"belong together; allowed: [T, {self._hidden}], [T, K], [T, K]; next: check the batch"
+        )
+
     def _check_batch(self, batch: TokenBatch, mask: Tensor | None) -> None:
-        hidden = self._weights.hidden
+        hidden = self._hidden
         num_tokens = batch.hidden_states.shape[0] if batch.hidden_states.dim() else 0
         topk = batch.topk_ids.shape[1] if batch.topk_ids.dim() == 2 else 0
         _require("hidden_states", batch.hidden_states, torch.bfloat16, (num_tokens, hidden))
         _require("topk_ids", batch.topk_ids, torch.int32, (num_tokens, topk))
         _require("topk_weights", batch.topk_weights, torch.float32, (num_tokens, topk))
-        if not 1 <= topk <= min(TOPK_MAX, self._num_experts):
+        if not 1 <= topk <= self._topk_max:
             raise ConfigError(
-                f"topk={topk}; allowed: 1..{min(TOPK_MAX, self._num_experts)}; next: check "
-                "topk_ids' shape"
+                f"topk={topk}; allowed: 1..{self._topk_max}; next: check topk_ids' shape"
             )
         if num_tokens < 1:
             raise ConfigError(
@@ -220,9 +295,7 @@ class MegaMoe:
 
     def close(self) -> None:
         """Destroy the descriptors. After the last launch ended. Twice is harmless."""
-        for one in (*self._lists.values(), self._context):
-            if one is not None:
-                one.close()
+        self._plan.close()
 
 
 def _require(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -279,71 +352,47 @@ def _check_bf16_weights(gate_up: Tensor, down: Tensor) -> None:
         )
 
 
-def _check_distinct(**tensors: Tensor) -> None:
-    """No two tensors may share memory: the operator reads inputs while it writes outputs."""
-    spans = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), name)
-        for name, tensor in tensors.items()
-    )
-    for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
-        if start < end:
-            raise ConfigError(
-                f"{first} and {second} share memory; allowed: separate tensors; next: clone one of "
-                "them"
-            )
+def _constant_tensors(handle: CommHandle, weights: ExpertWeights) -> Iterator[tuple[str, Tensor]]:
+    """(parameter, tensor) of everything whose address the plan keeps."""
+    yield "context", handle.context
+    for key, tensor in (
+        ("weight1", weights.gate_up),
+        ("weight2", weights.down),
+        ("weightScales1Optional", weights.gate_up_scales),
+        ("weightScales2Optional", weights.down_scales),
+        ("bias1Optional", weights.gate_up_bias),
+        ("bias2Optional", weights.down_bias),
+    ):
+        if tensor is not None:
+            yield key, tensor
 
 
-def _describe(runtime: Runtime, tensor: Tensor) -> TensorDesc:
-    return TensorDesc(
-        runtime, tensor.data_ptr(), tuple(tensor.shape), dtype=str(tensor.dtype), format="ND"
-    )
-
-
-def _describe_weights(
-    runtime: Runtime, weights: ExpertWeights, undo: contextlib.ExitStack
-) -> dict[str, TensorListDesc | None]:
-    """The six list arguments. Weights are described as the matrices they are, whatever the order
-    of their elements in memory.
+def _packed_weights(weights: ExpertWeights) -> dict[str, Packed | None]:
+    """The six list arguments, one view per expert. Weights are described as the matrices they are,
+    whatever the order of their elements in memory.
     """
     mode = quant_mode(weights.quant)
     hidden, inter = weights.hidden, weights.intermediate
     per_element = 8 if mode.name == "w4a8" else 1
-    matrix = {"dtype": mode.weight_dtype, "format": mode.weight_format}
-    column = {"dtype": mode.scale_dtype or "", "format": "ND"}
-    bias = {"dtype": "float32", "format": "ND"}
 
-    def described(
-        packed: Tensor | None, shape: tuple[int, ...], how: dict[str, str]
-    ) -> TensorListDesc | None:
-        if packed is None:
+    def packed(
+        tensor: Tensor | None, shape: tuple[int, ...], dtype: str, format: str = "ND"
+    ) -> Packed | None:
+        if tensor is None:
             return None
-        return undo.enter_context(_describe_experts(runtime, packed, shape, how))
+        step = tensor.stride(0) * tensor.element_size()
+        return Packed(
+            tensor.data_ptr(), shape, dtype, tensor.shape[0], step_bytes=step, format=format
+        )
 
     wide = (hidden, 2 * inter // per_element)
     narrow = (inter, hidden // per_element)
+    scale = mode.scale_dtype or ""
     return {
-        "weight1": described(weights.gate_up, wide, matrix),
-        "weight2": described(weights.down, narrow, matrix),
-        "weightScales1Optional": described(weights.gate_up_scales, (2 * inter,), column),
-        "weightScales2Optional": described(weights.down_scales, (hidden,), column),
-        "bias1Optional": described(weights.gate_up_bias, (2 * inter,), bias),
-        "bias2Optional": described(weights.down_bias, (hidden,), bias),
+        "weight1": packed(weights.gate_up, wide, mode.weight_dtype, mode.weight_format),
+        "weight2": packed(weights.down, narrow, mode.weight_dtype, mode.weight_format),
+        "weightScales1Optional": packed(weights.gate_up_scales, (2 * inter,), scale),
+        "weightScales2Optional": packed(weights.down_scales, (hidden,), scale),
+        "bias1Optional": packed(weights.gate_up_bias, (2 * inter,), "float32"),
+        "bias2Optional": packed(weights.down_bias, (hidden,), "float32"),
     }
-
-
-def _describe_experts(
-    runtime: Runtime, packed: Tensor, shape: tuple[int, ...], how: dict[str, str]
-) -> TensorListDesc:
-    """One view per expert: the operator takes a list, not a packed tensor."""
-    with contextlib.ExitStack() as undo:
-        views = [
-            undo.enter_context(
-                TensorDesc(
-                    runtime, one.data_ptr(), shape, dtype=how["dtype"], format=how["format"]
-                )
-            )
-            for one in packed.unbind()
-        ]
-        described = TensorListDesc(runtime, views)
-        undo.pop_all()
-        return described

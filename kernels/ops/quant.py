@@ -94,7 +94,7 @@ def quantise_columns(weight: Tensor, largest: int, what: str = "weight") -> tupl
 
 
 def scale_of(most: Tensor, largest: int) -> Tensor:
-    """The scale for columns whose largest magnitude is `most`: most / largest, rounded up to 19 bits.
+    """Scales for columns whose largest magnitude is `most`: most / largest, rounded up to 19 bits.
 
     The matrix unit is said to use the upper 19 bits of a float scale. With scales that have no
     others the result is the same whether it does or not.
@@ -225,7 +225,7 @@ def check_experts(weights: ExpertWeights) -> None:
         if tensor.dim() != 5 or tuple(tensor.shape[3:]) != (BLOCK_ROWS, width):
             raise ConfigError(
                 f"{name}: {list(tensor.shape)}; allowed: FRACTAL_NZ blocks [L, N/{width * per_word}"
-                f", K/{BLOCK_ROWS}, {BLOCK_ROWS}, {width}]; next: prepare them with quantise_experts"
+                f", K/{BLOCK_ROWS}, {BLOCK_ROWS}, {width}]; next: use quantise_experts"
             )
         _check_part(name, tensor, dtype, (local, *tensor.shape[1:]))
     hidden, inter = weights.hidden, weights.intermediate
@@ -235,23 +235,23 @@ def check_experts(weights: ExpertWeights) -> None:
             f"gate_up is [{hidden}, {columns[0]}] and down [{inter}, {columns[1]}]; allowed: "
             "[H, 2I] and [I, H]; next: prepare both from one layer"
         )
-    for name, tensor in extra.items():
+    for name, part in extra.items():
         is_bias = name.endswith("bias")
-        if is_bias and not mode.needs_bias and tensor is None:
-            continue
-        if tensor is None or (is_bias and not mode.needs_bias):
-            state, allowed = ("absent", "given") if tensor is None else ("given", "absent")
+        needed = mode.needs_bias or not is_bias
+        if needed != (part is not None):
+            state, allowed = ("absent", "given") if needed else ("given", "absent")
             raise ConfigError(
-                f"{name} is {state} for {mode.name} weights; allowed: {allowed}; next: prepare them "
-                "with quantise_experts"
+                f"{name} is {state} for {mode.name} weights; allowed: {allowed}; next: prepare "
+                "them with quantise_experts"
             )
-        wanted = (local, 2 * inter if name.startswith("gate_up") else hidden)
-        _check_part(name, tensor, torch.float32 if is_bias else torch.int64, wanted)
+        if part is not None:
+            wanted = (local, 2 * inter if name.startswith("gate_up") else hidden)
+            _check_part(name, part, torch.float32 if is_bias else torch.int64, wanted)
 
 
 def _check_part(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
         raise ConfigError(
-            f"{name}: {list(tensor.shape)} {tensor.dtype}, strides {list(tensor.stride())}; allowed: "
-            f"{list(shape)} {dtype}, contiguous; next: prepare the weights with quantise_experts"
+            f"{name}: {list(tensor.shape)} {tensor.dtype}, strides {list(tensor.stride())}; "
+            f"allowed: {list(shape)} {dtype}, contiguous; next: use quantise_experts"
         )

@@ -3,7 +3,7 @@
 
 Rounding points are the fused operator's:
 
-    tokens       s = max|x| / 127; x / s cut to fp16, then to the nearest integer, halves away from 0
+    tokens       s = max|x| / 127; x / s cut to fp16, then to an integer, halves away from 0
     products     exact integers; times the column's scale in float32, rounded to fp16
     w8a8         value * s
     w4a8         q = 16 * high + low + 8; ((16 * high part + low part) + bias) * s
@@ -111,7 +111,9 @@ def _product(q: Tensor, scale: Tensor, weights: ExpertWeights, expert: int, whic
     low = q - 16 * high - 8
     bias = getattr(weights, f"{which}_bias")[expert]
     upper = _to_half(_integers(high, blocks), column) * 16
-    return ((upper + _to_half(_integers(low, blocks), column)) + bias) * scale
+    lower = _to_half(_integers(low, blocks), column)
+    total: Tensor = ((upper + lower) + bias) * scale
+    return total
 
 
 def _to_half(integers: Tensor, column: Tensor) -> Tensor:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from xmoe.errors import AclError
-from xmoe.kernels.acl.handles import DeviceMemory
-from xmoe.kernels.device import Device, Event, Stream, is_timeout
+from xmoe.errors import AclError, FenceTimeout
+from xmoe.kernels.acl.handles import DeviceMemory, OwnedHandle
+from xmoe.kernels.device import is_timeout
 
 if TYPE_CHECKING:
     from xmoe.kernels.acl.loader import Runtime
@@ -22,62 +22,100 @@ _GRANULE_BYTES = 2 << 20
 _MAX_STREAMS = 4
 
 
-@dataclass
-class _Block:
-    memory: DeviceMemory
-    last_use: Event
+class Memory(OwnedHandle):
+    """Device memory of `nbytes`, whoever allocated it."""
+
+    nbytes: int
+
+
+class WorkspaceBlock:
+    """One stream's scratch memory: what `xmoe.kernels.acl.plan.LaunchPlan.step` asks for.
+
+    Attributes:
+        address: 0 before the first `take`. nbytes: its size. stream: handle of its stream.
+    """
+
+    __slots__ = ("_cache", "_memory", "address", "nbytes", "stream")
+
+    def __init__(self, cache: WorkspaceCache, stream: int) -> None:
+        self.address = 0
+        self.nbytes = 0
+        self._cache = cache
+        self.stream = stream
+        self._memory: Memory | DeviceMemory | None = None
+
+    def take(self, nbytes: int) -> None:
+        """Make it at least this large. Waits for the stream's last launch when it has to grow."""
+        if nbytes > self.nbytes:
+            self.free()
+            memory = self._cache._allocate(-(-nbytes // _GRANULE_BYTES) * _GRANULE_BYTES)
+            self._memory, self.address, self.nbytes = memory, memory.handle, memory.nbytes
+
+    def free(self) -> None:
+        """Give the memory back once the stream's last launch was seen to end."""
+        if self._memory is not None:
+            self._cache._wait(self.stream)
+            self.drop()
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        memory, self._memory, self.address, self.nbytes = self._memory, None, 0, 0
+        if memory is not None:
+            memory.close()
 
 
 class WorkspaceCache:
     """Blocks by stream. Launches of one stream may share a block, since they run one after the
     other; a block is freed only after its last launch was seen to end.
 
-    Not visible to peers. Call with the device bound.
+    Not visible to peers. Call with the device bound, one launch at a time: the launch fence's lease
+    is held from `block` to the end of the launch.
+
+    Args:
+        wait: waits for the latest launch on a stream, by handle. The launch fence keeps an event of
+            each stream anyway, so a launch needs no second one.
+        allocate: gives memory of that many bytes; None takes the runtime's own.
     """
 
-    def __init__(self, runtime: Runtime, device: Device, timeout_s: float = 60.0) -> None:
-        self._runtime = runtime
-        self._device = device
-        self._timeout_s = timeout_s
+    def __init__(
+        self,
+        runtime: Runtime,
+        wait: Callable[[int], None],
+        allocate: Callable[[int], Memory] | None = None,
+    ) -> None:
+        self._wait = wait
+        self._allocate: Callable[[int], Memory | DeviceMemory] = (
+            (lambda nbytes: DeviceMemory(runtime, nbytes)) if allocate is None else allocate
+        )
         self._lock = threading.Lock()
-        self._blocks: OrderedDict[int, _Block] = OrderedDict()
+        self._blocks: OrderedDict[int, WorkspaceBlock] = OrderedDict()
+        self._latest: WorkspaceBlock | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes held now."""
-        return sum(block.memory.nbytes for block in self._blocks.values())
+        return sum(block.nbytes for block in self._blocks.values())
 
-    def take(self, stream: Stream, nbytes: int) -> DeviceMemory:
-        """At least `nbytes` for the next launch on `stream`; valid until that stream's next `take`.
+    def block(self, stream: int) -> WorkspaceBlock:
+        """The block of the stream with this handle, for its next launch.
 
-        Waits for the stream's last launch when the block has to grow, and for another stream's when
-        there are too many blocks.
+        Waits for another stream's last launch when there are too many blocks.
         """
-        key = stream.handle()
+        latest = self._latest
+        if latest is not None and latest.stream == stream:
+            return latest
         with self._lock:
-            block = self._blocks.pop(key, None)
-            if block is not None and block.memory.nbytes < nbytes:
-                self._free(block)
-                block = None
+            block = self._blocks.get(stream)
             if block is None:
                 while len(self._blocks) >= _MAX_STREAMS:
-                    self._free(self._blocks.popitem(last=False)[1])
-                size = -(-nbytes // _GRANULE_BYTES) * _GRANULE_BYTES
-                block = _Block(DeviceMemory(self._runtime, size), self._device.create_event())
-            self._blocks[key] = block
-            return block.memory
-
-    def launched(self, stream: Stream) -> None:
-        """Tell that the launch that took the block was queued."""
-        with self._lock:
-            block = self._blocks.get(stream.handle())
-            if block is not None:
-                block.last_use.record(stream)
-
-    def _free(self, block: _Block) -> None:
-        block.last_use.synchronize(self._timeout_s)
-        block.memory.close()
-        block.last_use.close()
+                    oldest = next(iter(self._blocks))
+                    self._blocks[oldest].free()
+                    del self._blocks[oldest]
+                block = self._blocks[stream] = WorkspaceBlock(self, stream)
+            else:
+                self._blocks.move_to_end(stream)
+            self._latest = block
+            return block
 
     def close(self) -> None:
         """Free all blocks whose last launch ended, well or not. Twice is harmless.
@@ -87,10 +125,10 @@ class WorkspaceCache:
         with self._lock:
             for key, block in list(self._blocks.items()):
                 try:
-                    block.last_use.synchronize(self._timeout_s)
-                except AclError as error:
+                    self._wait(key)
+                except (AclError, FenceTimeout) as error:
                     if is_timeout(error):
                         continue
                 del self._blocks[key]
-                block.memory.close()
-                block.last_use.close()
+                self._latest = None
+                block.drop()

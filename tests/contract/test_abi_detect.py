@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from pathlib import Path
@@ -18,6 +17,8 @@ import pytest
 from support import abi_vendors, acl_stubs
 from support.abi_vendors import FAKE_LAUNCH, LETTERS, STRANGERS, UNTOLD_VERSION
 from support.acl_stubs import environment, run_child
+from xmoe.config import XmoeConfig
+from xmoe.errors import ConfigError
 from xmoe.kernels.acl import abi_detect, abi_probe, variants
 from xmoe.kernels.acl.abi_probe import Verdict
 
@@ -153,9 +154,12 @@ def test_witnesses_are_weighed(
 
 def _row(variant: str, folder: Path) -> dict[str, Any]:
     vendor = abi_vendors.vendor_folder(folder / variant, variant)
-    code = IDENTIFY + f"""
+    code = (
+        IDENTIFY
+        + f"""
 say([identify(), {{pin: identify(pin) for pin in {LETTERS!r}}}])
 """
+    )
     detected, pinned = run_child(
         code, environment(None, XMOE_DEVICE="soft", ASCEND_CUSTOM_OPP_PATH=str(vendor))
     )
@@ -183,8 +187,7 @@ def test_table_every_variant_is_detected_and_every_wrong_pin_too(
             assert f"abi_variant={pin}" in text and f"identified {letter}" in text
             assert pinned[pin]["variant"] is None
     with capsys.disabled():
-        if os.environ.get("PYTEST_ADDOPTS") or True:
-            print("\n" + "\n".join(lines))
+        print("\n" + "\n".join(lines))
 
 
 @needs_compiler
@@ -232,7 +235,9 @@ def test_a_stranger_is_unknown_with_the_reason(
 ) -> None:
     # Its package even claims to be release 9.1.0, whose variant is known.
     vendor = acl_stubs.make_vendor(tmp_path / "v", FAKE_LAUNCH + STRANGERS[name])
-    code = IDENTIFY + """
+    code = (
+        IDENTIFY
+        + """
 from xmoe.kernels import capability
 from xmoe.kernels.acl import op
 found, pinned, again = identify(), identify("B"), identify()
@@ -242,6 +247,7 @@ except XmoeError as error:
     refused = type(error).__name__ + ": " + str(error)
 say([found, pinned, again, refused, capability.probe().library_problem])
 """
+    )
     timeout = "1.5" if "hang" in name else "30"
     env = environment(root, ASCEND_CUSTOM_OPP_PATH=str(vendor), XMOE_ABI_PROBE_TIMEOUT_S=timeout)
     found, pinned, again, refused, library = run_child(code, env)
@@ -255,11 +261,14 @@ say([found, pinned, again, refused, capability.probe().library_problem])
 
 def test_the_probe_can_be_switched_off(root: Path, tmp_path: Path) -> None:
     vendor = acl_stubs.make_vendor(tmp_path / "v", FAKE_LAUNCH + STRANGERS["crash"])
-    code = IDENTIFY + """
+    code = (
+        IDENTIFY
+        + """
 seen = [identify(), identify("D")]
 os.environ["XMOE_ABI_PROBE"] = "auto"
 say([*seen, identify("D")])
 """
+    )
     env = environment(root, ASCEND_CUSTOM_OPP_PATH=str(vendor), XMOE_ABI_PROBE="off")
     told, pinned, switched_on = run_child(code, env)
     assert told["variant"] == "B" and told["probe"] == "off"
@@ -287,7 +296,7 @@ def test_an_unverified_library_is_never_probed(root: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "disturbance",
     [
-        {"PYTHONPATH": "/nonexistent", "PYTHONHOME": "", "PYTHONSTARTUP": "/x"},
+        {"PYTHONHOME": "/nonexistent", "PYTHONSTARTUP": "/x", "PYTHONSAFEPATH": "1"},
         {"PYTHONWARNINGS": "error", "PYTHONMALLOC": "debug", "PYTHONHASHSEED": "7"},
     ],
 )
@@ -295,26 +304,63 @@ def test_python_settings_do_not_reach_the_child(
     disturbance: dict[str, str], root: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('not the real one')\n")
+    disturbance = {**disturbance, "PYTHONPATH": str(tmp_path)}
     vendor = acl_stubs.make_vendor(tmp_path / "v", acl_stubs.BOTH)
     env = environment(root, ASCEND_CUSTOM_OPP_PATH=str(vendor))
     code = IDENTIFY + f"os.environ.update({disturbance!r})\nsay(identify())"
-    found = run_child(code, env, cwd=tmp_path) if False else run_child(code, env)
-    assert found["variant"] == "B", found
+    found = run_child(code, env)
+    assert found["variant"] == "B" and found["probe"] == "identified", found
 
 
 def test_no_interpreter_means_no_evidence(root: Path, tmp_path: Path) -> None:
     vendor = acl_stubs.make_vendor(tmp_path / "v", acl_stubs.BOTH)
-    code = IDENTIFY + """
-sys.executable = "/no/such/python"
-seen = [identify()]
-sys.executable = ""
-say([*seen, identify("D"), identify()])
+    # A program that embeds Python may be what sys.executable names: never start a second one.
+    engine, started = tmp_path / "engine", tmp_path / "started"
+    engine.write_text(f"#!/bin/sh\ntouch {started}\n")
+    engine.chmod(0o755)
+    code = f"""{IDENTIFY}
+prefix, sys.base_exec_prefix = sys.base_exec_prefix, "/no/such"
+seen = []
+for sys.executable in ("/no/such/python3", "", {str(engine)!r}):
+    seen.append(identify())
+seen.append(identify("D"))
+sys.base_exec_prefix = prefix
+say([*seen, identify("C")])
 """
     env = environment(root, ASCEND_CUSTOM_OPP_PATH=str(vendor))
-    first, pinned, again = run_child(code, env)
-    assert first["variant"] == "B" and first["probe"] == "unavailable"
+    *unavailable, pinned, found = run_child(code, env)
+    for one in unavailable:
+        assert one["variant"] == "B" and one["probe"] == "unavailable"
+        assert "no Python interpreter" in one["source"]
     assert pinned["variant"] == "D" and pinned["probe"] == "unavailable"
-    assert again["variant"] == "B"
+    assert not started.exists()
+    assert found["problem"] == "variant_mismatch", "the prefix's own interpreter was used"
+
+
+def test_a_crash_is_seen_although_a_fork_holds_the_pipe_open(root: Path, tmp_path: Path) -> None:
+    vendor = acl_stubs.make_vendor(tmp_path / "v", FAKE_LAUNCH + STRANGERS["crash"])
+    code = f"""{IDENTIFY}
+import signal, time
+original, forked = os.pipe, []
+def pipe():
+    ends = original()
+    if not forked:  # the probe's own pipe; those that start the child come later
+        forked.append(os.fork())
+        if forked == [0]:
+            time.sleep(60)
+            os._exit(0)
+    return ends
+os.pipe = pipe
+start = time.monotonic()
+found = identify()
+taken = time.monotonic() - start
+for pid in forked:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+say([found["probe"], taken < 20, len(forked)])
+"""
+    env = environment(root, ASCEND_CUSTOM_OPP_PATH=str(vendor), XMOE_ABI_PROBE_TIMEOUT_S="30")
+    assert run_child(code, env) == ["crashed", True, 1]
 
 
 # ---- the kept results
@@ -375,7 +421,9 @@ def test_a_folder_that_cannot_be_written_does_no_harm(root: Path, tmp_path: Path
 def test_k_is_refused_by_name(root: Path, tmp_path: Path) -> None:
     stated = acl_stubs.make_vendor(tmp_path / "v", acl_stubs.BOTH, UNTOLD_VERSION)
     (stated / "version.info").write_text("Version=9.9.0\nmega_moe_abi=K\n")
-    code = IDENTIFY + """
+    code = (
+        IDENTIFY
+        + """
 from xmoe.kernels import capability
 problems = capability.probe(abi_variant="K").problems
 try:
@@ -383,9 +431,14 @@ try:
 except XmoeError as error:
     say([problems, str(error), identify()["source"]])
 """
-    problems, text, source = run_child(
-        code, environment(root, ASCEND_CUSTOM_OPP_PATH=str(stated))
     )
+    problems, text, source = run_child(code, environment(root, ASCEND_CUSTOM_OPP_PATH=str(stated)))
     assert "'K'" in text and "combine_comm_mode" in text
     assert problems[0][0] == "variant_unknown" and "'K'" in problems[0][1]
     assert source.startswith("return-code probe"), "the library itself is B whatever it states"
+    for make in (
+        lambda: XmoeConfig.from_mapping({"abi_variant": "K"}),
+        lambda: XmoeConfig.resolve(environ={"XMOE_ABI_VARIANT": "K"}),
+    ):
+        with pytest.raises(ConfigError, match="'K' is not acceptable"):
+            make()

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import functools
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,31 @@ import pytest
 
 from support.forked import fork_ranks
 from support.quant import QuantLayer, emulate, quant_call
-from support.vendor import FLOAT, INT8, INT32, ND, NZ, Batch, Call, Group, Layer, Soft
-from support.vendor import aligned, from_bf16, place, to_bf16
+from support.vendor import (
+    FLOAT,
+    INT8,
+    INT32,
+    ND,
+    NZ,
+    SOFTDEV,
+    Batch,
+    Call,
+    Group,
+    Layer,
+    Soft,
+    aligned,
+    from_bf16,
+    place,
+    to_bf16,
+)
 from xmoe.layout import WindowSpec, required_ccl_buffer_bytes
-from xmoe.reference import INT8_ROW_TOLERANCE, int8_error_bound, moe_reference, row_errors
-from xmoe.reference import tokens_per_expert
+from xmoe.reference import (
+    INT8_ROW_TOLERANCE,
+    int8_error_bound,
+    moe_reference,
+    row_errors,
+    tokens_per_expert,
+)
 
 pytestmark = pytest.mark.ep
 
@@ -73,14 +95,14 @@ def oracle(batch: Batch, weights: QuantLayer, clamp: float | None = None) -> tup
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("int4", MODES)
 def test_bits_are_the_documented_arithmetic(int4: bool, size: int) -> None:
-    inputs = batches(size, tokens=3)
+    inputs = batches(size, tokens=2)
     for batch, y in zip(inputs, outputs(inputs, layer(int4), rounds=2), strict=True):
         np.testing.assert_array_equal(y, emulate(batch, layer(int4)))
 
 
 @pytest.mark.parametrize("int4", MODES)
 def test_within_bound_and_tolerance_of_the_reference(int4: bool) -> None:
-    inputs = batches(2, tokens=24, topk=3)
+    inputs = batches(2, tokens=12, topk=3)
     for batch, y in zip(inputs, outputs(inputs, layer(int4)), strict=True):
         args = oracle(batch, layer(int4))
         want = moe_reference(*args)
@@ -148,17 +170,18 @@ def test_rows_of_zeros_stay_zero_and_a_nan_spoils_its_row_only(int4: bool) -> No
 
 
 def test_extreme_rows() -> None:
-    """Tiny and huge tokens have the same integers as ordinary ones; infinity gives NaN."""
+    """Very small and very large tokens reach int8 without overflow; infinity is NaN."""
     inputs = batches(2, tokens=4)
     for batch in inputs:
         row = from_bf16(batch.x[0])
         batch.x[1] = to_bf16(row * np.float32(2.0**-100))
-        batch.x[2] = to_bf16(row * np.float32(2.0**100))
+        batch.x[2] = to_bf16(row * np.float32(2.0**40))
         batch.x[3, 7] = 0x7F80
         batch.ids[1:] = batch.ids[0]
     for batch, y in zip(inputs, outputs(inputs, layer(False)), strict=True):
-        np.testing.assert_array_equal(y[0], emulate(batch, layer(False))[0])
-        assert np.isfinite(from_bf16(y[1])).all()
+        np.testing.assert_array_equal(y[:3], emulate(batch, layer(False), rows=3))
+        assert not y[1].any()  # near 0 the activation is a square, here below float32
+        assert np.isfinite(from_bf16(y[2])).all() and y[2].any()
         assert np.isnan(from_bf16(y[3])).all()
 
 
@@ -166,7 +189,7 @@ def test_extreme_rows() -> None:
 def test_many_launches_with_delays_never_mix(int4: bool) -> None:
     inputs = batches(4, tokens=2)
     env = {"XSD_DELAY_SEED": "3", "XSD_DELAY_MAX_US": "1500"}
-    got = outputs(inputs, layer(int4), env=env, rounds=12)
+    got = outputs(inputs, layer(int4), env=env, rounds=6)
     for y, quiet in zip(got, outputs(inputs, layer(int4)), strict=True):
         np.testing.assert_array_equal(y, quiet)
 
@@ -354,3 +377,19 @@ def test_smallest_buffer_is_the_policys(int4: bool, bs: int) -> None:
 def test_settings_and_limits(env: dict[str, str], text: str) -> None:
     code, said, _ = fork_ranks(_phase_one, 1, True, {}, 1, env=env)[0].value
     assert code == TILING and text in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the native test with")
+def test_native_arithmetic_under_sanitizers(tmp_path: Path) -> None:
+    program = tmp_path / "quant"
+    sources = [SOFTDEV / "src" / "tests" / "quant.cpp", SOFTDEV / "src" / "vendor" / "quant.cpp"]
+    flags = "-std=c++17 -O1 -g1 -Wall -Wextra -Werror -fsanitize=address,undefined".split()
+    flags += ["-fno-sanitize-recover=all", "-ffp-contract=off", "-I", str(SOFTDEV / "include")]
+    command = ["g++", *flags, *map(str, sources), "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    if "cannot find" in built.stderr and "asan" in built.stderr:
+        pytest.skip("the compiler has no sanitizer libraries")
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-4000:]

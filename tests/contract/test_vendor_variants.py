@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from support.forked import fork_ranks
+from support.quant import QuantLayer, expert_args
 from support.vendor import (
     COUNTS,
     LIB64,
@@ -187,6 +188,38 @@ def test_variant_refuses(build: Build, variant: str) -> None:
         if got[case][0] != code or text not in got[case][1]
     ]
     assert not problems, "\n".join(problems)
+
+
+def _integer_weights(rank: int, folder: Path, vendor: Path, variant: str) -> Any:
+    """The outcome of phase one with scales alone, and with biases as well."""
+    soft = Soft(rank, vendor, variant)
+    results = []
+    for int4 in (False, True):
+        layer = QuantLayer.random(2, HIDDEN, INTER, int4)
+        code, _, _ = soft.prepare(
+            {
+                "context": soft.tensor(aligned(4100, np.int32)),
+                "x": soft.tensor(aligned((3, HIDDEN), np.uint16)),
+                "topkIds": soft.tensor(aligned((3, 2), np.int32)),
+                "topkWeights": soft.tensor(aligned((3, 2), np.float32)),
+                "moeExpertNum": 4,
+                "epWorldSize": 2,
+                "cclBufferSize": 1 << 40,
+                "yOut": soft.tensor(aligned((3, HIDDEN), np.uint16)),
+                "expertTokenNumsOut": soft.tensor(aligned(2, np.int32)),
+                **expert_args(soft, layer, range(2)),
+            }
+        )
+        results.append((code, soft.text() if code else ""))
+    return results
+
+
+@pytest.mark.parametrize("variant", list("ADJ"))
+def test_variant_takes_scales_and_biases(build: Build, variant: str) -> None:
+    (int8, _), (int4, text) = fork_ranks(_integer_weights, 1, build(variant), variant)[0].value
+    assert int8 == 0
+    # A has no parameters for the biases that int4 weights need.
+    assert (int4, "bias1 is absent" in text) == ((TILING, True) if variant == "A" else (0, False))
 
 
 def test_unknown_variant_does_not_compile() -> None:

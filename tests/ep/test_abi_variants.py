@@ -11,7 +11,6 @@ import functools
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,9 +94,7 @@ def _through_the_runner(rank: int, group: Any, settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("variant", [v for v in LETTERS if v != "A"])
-def test_runner_calls_the_variant_under_its_profile(
-    variant: str, environment: Environment
-) -> None:
+def test_runner_calls_the_variant_under_its_profile(variant: str, environment: Environment) -> None:
     settings = {"profile": PROFILE[variant]}
     ranks = values(
         run_ranks(_through_the_runner, 2, settings, env=environment(variant), deadline_s=120)
@@ -149,6 +146,15 @@ def test_a_wrong_pin_is_refused_alike_on_every_rank(environment: Environment) ->
     assert ranks[0] == ranks[1]
     assert "variant_mismatch" in ranks[0] and "abi_variant=B" in ranks[0]
     assert "identified D" in ranks[0]
+
+
+def test_an_unknown_variant_means_the_split_path_in_mode_auto(environment: Environment) -> None:
+    settings = {"mode": "auto", "abi_variant": "B"}
+    ranks = values(
+        run_ranks(_through_the_runner, 2, settings, env=environment("D"), deadline_s=120)
+    )
+    assert [path for _, _, path, _ in ranks] == [MoePath.FUSED_MOE] * 2
+    assert [found for _, found, _, _ in ranks] == [None, None]
 
 
 def test_every_variant_but_a_has_a_profile_that_accepts_it() -> None:

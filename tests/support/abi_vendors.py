@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from support.tree import ROOT
 from support.vendor import LIB64, SOFTDEV
 
 LETTERS = "ABCDEFGHIJ"

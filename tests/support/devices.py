@@ -76,7 +76,7 @@ class FakeEvent:
     def latest(self) -> threading.Event:
         return self._recordings[-1][0]
 
-    def record(self, stream: FakeStream) -> None:
+    def record(self, stream: FakeStream, handle: int | None = None) -> None:
         reached = threading.Event()
         self._recordings.append((reached, stream))
         stream.push(reached.set, always=True)

@@ -8,6 +8,7 @@ the vendor's C functions (`Vendor`) in `support.fuzz_targets`.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,9 @@ JUNK: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from([(), (1.0,), (float("nan"),), ("7",), {}, {"x": 1}, 1j, "\ud800", "a\0b"]),
 )  # fmt: skip
 TEXTS = st.one_of(
-    st.sampled_from(["", "swiglu", "gelu", "SWIGLU", "swiglu ", "fullmesh", "%s%n%p", "é", "x" * 3000]),
+    st.sampled_from(
+        ["", "swiglu", "gelu", "SWIGLU", "swiglu ", "fullmesh", "%s%n%p", "é", "x" * 3000]
+    ),
     st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=40),
 )  # fmt: skip
 DIMS = st.one_of(st.sampled_from([0, 1, 2, 3, 4, 16, 512, 1024, 2048]), INT64)
@@ -119,32 +122,39 @@ OTHER: dict[str, st.SearchStrategy[Any]] = {
 
 
 @st.composite
-def cases(draw: st.DrawFn, targets: tuple[str, ...], variants: str) -> Case:
-    """Argument sets for `targets` in the given ABI variants."""
-    target = draw(st.sampled_from(targets))
-    variant = draw(st.sampled_from(variants))
+def families(draw: st.DrawFn, target: str, variant: str) -> tuple[Case, ...]:
+    """Argument sets that share what was drawn: each replaced argument alone, and in pairs.
+
+    Drawing is the dear part by far, and two faults in one call show the order of the checks.
+    """
+    small = (1, 1, 1024, 512, 1)
     if draw(st.integers(0, 7)) == 0:
-        name = draw(st.sampled_from(sorted(OTHER)))
-        return Case(
-            target, variant, (1, 1, 1024, 512, 1), ((f"call {name}", draw(OTHER[name])),), ""
+        names = draw(st.lists(st.sampled_from(sorted(OTHER)), min_size=1, max_size=4))
+        return tuple(
+            Case(target, variant, small, ((f"call {name}", draw(OTHER[name])),), "")
+            for name in names
         )
     params = {p.key: p.kind for p in VARIANTS[variant].params}
     kinds = {**params, "workspaceSize": "out", "executor": "out"}
     sizes = (
-        draw(st.sampled_from([1, 2, 3, 16])), draw(st.sampled_from([1, 2, 3])),
-        draw(st.sampled_from([1024, 1024, 1536])), draw(st.sampled_from([512, 512, 1024])),
+        draw(st.sampled_from([1, 2, 3, 16])),
         draw(st.sampled_from([1, 2, 3])),
-    )  # fmt: skip
-    changes = []
-    for _ in range(draw(st.integers(0, 3))):
+        draw(st.sampled_from([1024, 1024, 1536])),
+        draw(st.sampled_from([512, 512, 1024])),
+        draw(st.sampled_from([1, 2, 3])),
+    )
+    changes: list[tuple[str, tuple[Any, ...]]] = []
+    for _ in range(draw(st.integers(0, 5))):
         key = draw(st.sampled_from(sorted(kinds)))
         if target == "contract" and draw(st.integers(0, 5)) == 0:
-            value: tuple[Any, ...] = ("junk", draw(JUNK))
             key = draw(st.sampled_from([*sorted(params), "X", "weight", "topoType", "scales"]))
-        elif kinds[key] == "out":
-            value = draw(OUTPUTS)
+            changes.append((key, ("junk", draw(JUNK))))
+        elif kinds[key] in ("out", "W", "X"):
+            changes.append((key, draw(OUTPUTS)))
         else:
-            value = draw(BY_KIND[kinds[key]])
-        changes.append((key, value))
+            changes.append((key, draw(BY_KIND[kinds[key]])))
     then = draw(st.sampled_from(["destroy", "launch", "launch", "workspace", "stream", "twice"]))
-    return Case(target, variant, sizes, tuple(changes), then)
+    subsets = [(one,) for one in changes]
+    subsets += [pair for pair in itertools.combinations(changes, 2) if pair[0][0] != pair[1][0]]
+    chosen = subsets or [()]
+    return tuple(Case(target, variant, sizes, subset, then) for subset in chosen)

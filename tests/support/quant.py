@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,7 @@ class Matrices:
 
     q: np.ndarray
     scale: np.ndarray
+    _floats: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
 
     @classmethod
     def random(cls, experts: int, rows: int, columns: int, largest: int, seed: int) -> Matrices:
@@ -68,13 +70,18 @@ class Matrices:
         scale = (spread * rng.uniform(0.5, 1.5, (experts, columns))).astype(F32)
         return cls(q, scale)
 
-    @property
+    @functools.cached_property
     def values(self) -> np.ndarray:
         return self.q.astype(np.float64) * self.scale.astype(np.float64)[:, None, :]
 
-    @property
-    def bias(self) -> np.ndarray:
+    @functools.cached_property
+    def biases(self) -> np.ndarray:
         return (8 * self.values.sum(axis=1)).astype(F32)
+
+    def floats(self, expert: int) -> np.ndarray:
+        if expert not in self._floats:
+            self._floats[expert] = self.q[expert].astype(np.float64)
+        return self._floats[expert]
 
     @property
     def encoded(self) -> np.ndarray:
@@ -130,7 +137,7 @@ def expert_args(
         args[f"weight{number}"] = _list(soft, [soft.tensor(d, fmt=NZ, **k) for d, k in weights])
         args[f"weightScales{number}"] = soft.tensors([place(part.encoded[e]) for e in experts])
         if layer.int4:
-            args[f"bias{number}"] = soft.tensors([place(part.bias[e]) for e in experts])
+            args[f"bias{number}"] = soft.tensors([place(part.biases[e]) for e in experts])
     return args
 
 
@@ -194,19 +201,17 @@ def quantise_activation(a: np.ndarray) -> tuple[np.ndarray, np.float32]:
 def product(
     q: np.ndarray, s: np.float32, part: Matrices, expert: int, int4: bool, mask: int
 ) -> np.ndarray:
-    weight = part.q[expert].astype(np.int64)
+    weight = part.floats(expert)  # float64 products of int8 are exact, and quick
     scale = (part.scale[expert].view(np.uint32) & np.uint32(mask)).view(F32)
 
     def dequantised(integers: np.ndarray) -> np.ndarray:
-        with np.errstate(over="ignore"):
-            return (integers.astype(F32) * scale).astype(np.float16).astype(F32)
+        total = (integers.astype(np.float64) @ weight).astype(np.int64)
+        return (total.astype(F32) * scale).astype(np.float16).astype(F32)
 
     if not int4:
-        return dequantised(q @ weight) * s
-    high = np.floor_divide(q, 16)
-    low = (q & 15) - 8
-    upper = dequantised(high @ weight) * F32(16)
-    return ((upper + dequantised(low @ weight)) + part.bias[expert]) * s
+        return dequantised(q) * s
+    upper = dequantised(np.floor_divide(q, 16)) * F32(16)
+    return ((upper + dequantised((q & 15) - 8)) + part.biases[expert]) * s
 
 
 def expert_output(
@@ -223,11 +228,18 @@ def expert_output(
     return from_bf16(to_bf16(out))
 
 
-def emulate(batch: Batch, layer: QuantLayer, clamp: float = 0.0, mask: int = 0xFFFFFFFF) -> Any:
-    """y as bf16 bits."""
-    x = from_bf16(batch.x)
+def emulate(
+    batch: Batch,
+    layer: QuantLayer,
+    clamp: float = 0.0,
+    mask: int = 0xFFFFFFFF,
+    rows: int | None = None,
+) -> Any:
+    """y of the first `rows` tokens (None: all) as bf16 bits."""
+    x = from_bf16(batch.x)[:rows]
     y = np.zeros(x.shape, F32)
-    for t, row in enumerate(x):
-        for k, expert in enumerate(batch.ids[t]):
-            y[t] += batch.weights[t, k] * expert_output(row, layer, int(expert), clamp, mask)
+    with np.errstate(over="ignore", under="ignore"):  # where the operator's values do so as well
+        for t, row in enumerate(x):
+            for k, expert in enumerate(batch.ids[t]):
+                y[t] += batch.weights[t, k] * expert_output(row, layer, int(expert), clamp, mask)
     return to_bf16(y)

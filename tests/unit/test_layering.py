@@ -15,7 +15,16 @@ import pytest
 
 from support.tree import modules
 
-VALUES = frozenset({"xmoe.types", "xmoe.errors", "xmoe.env", "xmoe.config", "xmoe.layout"})
+VALUES = frozenset(
+    {
+        "xmoe.types",
+        "xmoe.errors",
+        "xmoe.env",
+        "xmoe.config",
+        "xmoe.layout",
+        "xmoe.multistream",
+    }
+)
 ACL = frozenset({"xmoe.kernels.acl"})
 KERNELS = ACL | {
     "xmoe.kernels.ops",
@@ -24,7 +33,11 @@ KERNELS = ACL | {
     "xmoe.kernels.softdev",
 }
 COMM = frozenset({"xmoe.comm"})
-EXECUTOR = frozenset({"xmoe.executor"})
+PIPELINE = frozenset({"xmoe.pipeline"})
+EXECUTOR = PIPELINE | {"xmoe.executor"}
+DEPLOYMENT = frozenset(
+    f"xmoe.pipeline.{name}" for name in ("deployment", "run", "report", "command")
+)
 RUNNER = frozenset({"xmoe.runner"})
 TORCH = frozenset({"torch"})
 EVERYTHING = frozenset({"*"})
@@ -48,16 +61,25 @@ LAYERS = {
     "xmoe.comm": Layer(VALUES | KERNELS | COMM, TORCH),
     "xmoe.ranks": Layer(VALUES, TORCH),
     "xmoe.startup": Layer(VALUES | KERNELS | COMM, TORCH),
-    "xmoe.executor": Layer(
-        VALUES | COMM | EXECUTOR | {"xmoe.kernels.ops", "xmoe.kernels.device"}, TORCH
-    ),
+    "xmoe.executor": Layer(PIPELINE),
+    # Executor, adapters and loops know protocols and a device, not where either comes from.
+    "xmoe.pipeline": Layer(VALUES | PIPELINE | {"xmoe.kernels.ops", "xmoe.kernels.device"}, TORCH),
+    # The deployment of the command is a composition root of its own, like the runner.
+    **{
+        f"xmoe.pipeline.{name}": Layer(
+            VALUES | KERNELS | COMM | PIPELINE | DEPLOYMENT | {"xmoe.ranks"}, TORCH
+        )
+        for name in ("deployment", "run", "report", "command")
+    },
     "xmoe.runner": Layer(VALUES | KERNELS | COMM | EXECUTOR | RUNNER | {"xmoe.policy"}, TORCH),
     "xmoe.models": Layer(
         VALUES | RUNNER | {"xmoe.models"}, TORCH | {"numpy", "safetensors", "tokenizers"}
     ),
     **{
         f"xmoe.{name}": TOP
-        for name in ("cli", "device", "doctor", "explain", "regress", "__main__", "__init__")
+        for name in (
+            "cli", "conformance", "device", "doctor", "explain", "regress", "__main__", "__init__"
+        )
     },
 }
 # Engines bring much with them: only models load them, and only inside the function that needs them.

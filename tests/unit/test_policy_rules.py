@@ -204,6 +204,41 @@ def test_all_spellings_of_no_quantisation_decide_alike(spelling: object) -> None
     assert run(s=case).digest() == run().digest()
 
 
+@pytest.mark.parametrize("quant", ["w8a8", "w4a8"])
+@pytest.mark.parametrize("soc", ["Ascend910_9391", "Ascend910B2"])
+def test_integer_weights_on_a2_and_a3(soc: str, quant: str) -> None:
+    case = replace(QWEN_397B, quant=quant)
+    able = facts(soc=soc, ep_size=16, max_tokens_per_rank=64, runtime_quants=("none", quant))
+    decision = run(able, case)
+    assert codes(decision) == []
+    # The window is sized for int8 rows, which are smaller.
+    need = {s.quant: int(run(able, s).check("window").limit.split()[0]) for s in (case, QWEN_397B)}
+    assert need[quant] < need["none"]
+    assert codes(run(replace(able, runtime_quants=("none",)), case)) == ["quant"]
+    assert run(replace(able, runtime_quants=("none",)), case).check("quant").limit == "none"
+
+
+@pytest.mark.parametrize(
+    ("soc", "quant", "limit"),
+    [
+        ("Ascend910_9391", "mxfp8", "none, w8a8, w4a8"),
+        ("Ascend950PR_9599", "w8a8", "mxfp8"),
+        ("Ascend950PR_9599", "mxfp4", "mxfp8"),
+    ],
+)
+def test_weight_formats_belong_to_their_devices(soc: str, quant: str, limit: str) -> None:
+    able = facts(soc=soc, ep_size=16, runtime_quants=("none", "w8a8", "w4a8", "mxfp8", "mxfp4"))
+    decision = run(able, shape(4096, 1024, 256, 8, quant=quant))
+    assert codes(decision) == ["quant"] and decision.check("quant").limit == limit
+
+
+def test_mxfp_on_a5_needs_a_wrapper_that_passes_it_on() -> None:
+    a5 = facts(soc="Ascend950PR_9599", ep_size=16, runtime_quants=("none", "w8a8", "w4a8"))
+    case = shape(4096, 1024, 256, 8, quant="mxfp8")
+    assert codes(run(a5, case)) == ["quant"]
+    assert codes(run(replace(a5, runtime_quants=("mxfp8",)), case)) == []
+
+
 def test_unknown_quantisation_lists_the_known_ones() -> None:
     check = run(s=replace(QWEN_35B, quant="fp8-e5m2")).check("quant")
     assert check.passed is False and check.limit == "none, w8a8, w4a8, mxfp8, mxfp8_w4, mxfp4"

@@ -10,6 +10,7 @@ import tempfile
 import time
 from dataclasses import replace
 
+from xmoe.config import XmoeConfig
 from xmoe.ranks import RanksFailed, run_ranks
 from xmoe.regress import checks, report
 from xmoe.regress.plan import Plan, plan_from_args
@@ -20,9 +21,15 @@ def run(args: argparse.Namespace) -> int:
     """Run the regression described by the options. Returns the exit code."""
     plan = plan_from_args(args)
     # Imported here, once: the ranks are forked from this process and inherit it.
+    from xmoe.models.qwen3_5.config import experts_of_rank, read_config
     from xmoe.models.qwen3_5.engine_transformers import preload
+    from xmoe.models.qwen3_5.weights import open_checkpoint
     from xmoe.regress.rank import run_rank
 
+    # Settings and headers only: what is wrong is said once, before any rank exists.
+    XmoeConfig.resolve(model_config=read_config(plan.model_dir))
+    shape = open_checkpoint(plan.model_dir).shape
+    experts_of_rank(shape.num_experts, 0, plan.ep_size)
     preload()
     with tempfile.TemporaryDirectory(prefix="xmoe-regress-") as folder:
         plan = replace(plan, log_dir=folder)

@@ -32,6 +32,8 @@ class Plan:
     fence: FenceMode
     step_timeout_s: float
     log_dir: str = ""
+    device: str = "host"
+    attention: str | None = None
 
     @property
     def waves(self) -> int:
@@ -73,6 +75,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="order of launches sharing a window; off only shows the race (default stream)",
     )
     parser.add_argument(
+        "--device",
+        choices=("host", "npu"),
+        default="host",
+        help="where tensors live: host memory, or torch_npu's (default host)",
+    )
+    parser.add_argument(
+        "--attention",
+        choices=("eager", "sdpa"),
+        help="transformers' attention function (default: its own choice on the host, eager on npu); "
+        "with eager on both, host and npu give the same bytes",
+    )
+    parser.add_argument(
         "--prompt",
         action="append",
         metavar="TEXT",
@@ -111,11 +125,13 @@ def plan_from_args(args: argparse.Namespace) -> Plan:
         paths=paths,
         fence=FenceMode(args.fence),
         step_timeout_s=args.timeout,
+        device=args.device,
+        attention=args.attention,
     )
 
 
 def _model_dir(given: str | None) -> Path:
-    from xmoe.models.qwen3_5 import shipped_checkpoint
+    from xmoe.models.checkpoints import shipped_checkpoint
 
     folder = Path(given) if given else shipped_checkpoint()
     if not (folder / "config.json").is_file():

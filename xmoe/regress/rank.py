@@ -14,6 +14,7 @@ import torch
 
 from xmoe.config import XmoeConfig
 from xmoe.errors import ConfigError
+from xmoe.models.qwen3_5.config import read_config
 from xmoe.models.qwen3_5.engine_transformers import LoadedModel, load_model
 from xmoe.models.qwen3_5.greedy import GreedySession
 from xmoe.ranks import RankContext
@@ -82,10 +83,10 @@ class _SwitchedLayer:
                     path=state.path.value,
                     layer=self.index,
                     step=state.step,
-                    hidden_states=hidden_states.float().numpy(),
-                    topk_ids=topk_ids.long().numpy(),
-                    topk_weights=topk_weights.float().numpy(),
-                    output=output.float().numpy(),
+                    hidden_states=hidden_states.float().cpu().numpy(),
+                    topk_ids=topk_ids.long().cpu().numpy(),
+                    topk_weights=topk_weights.float().cpu().numpy(),
+                    output=output.float().cpu().numpy(),
                 )
             )
         return output
@@ -120,6 +121,7 @@ def run_rank(context: RankContext, plan: Plan) -> RankReport:
     begin = time.monotonic()
     _redirect(plan.log_dir, context.rank)
     group = context.init_process_group(plan.step_timeout_s)
+    device = _torch_device(plan.device, context.rank)
     context.report("load")
     state = _State(context)
     before = _rss()
@@ -134,6 +136,8 @@ def run_rank(context: RankContext, plan: Plan) -> RankReport:
         ep_rank=context.rank,
         ep_size=context.size,
         make_layer=make_layer,
+        device=device,
+        attention=plan.attention,
     )
     report = RankReport(
         rank=context.rank,
@@ -149,9 +153,10 @@ def run_rank(context: RankContext, plan: Plan) -> RankReport:
             context.report("init", path=path.value)
             mode = Mode.ON if path is Path.MEGA_MOE else Mode.OFF
             config = XmoeConfig.resolve(
-                {"mode": mode, "fence": plan.fence, "step_timeout_s": plan.step_timeout_s}
+                {"mode": mode, "fence": plan.fence, "step_timeout_s": plan.step_timeout_s},
+                model_config=read_config(plan.model_dir),
             )
-            runner = MoeRunner.create(loaded.shape, config, group=group)
+            runner = MoeRunner.create(loaded.shape, config, group=group, device=device)
             state.runners[path] = runner
             report.decisions[path.value] = json.loads(runner.decision.to_json())
             if path is Path.MEGA_MOE:
@@ -214,6 +219,18 @@ def _encode(loaded: LoadedModel, prompt: str) -> list[int]:
     turn = [{"role": "user", "content": prompt}]
     text = loaded.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
     return list(loaded.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _torch_device(name: str, rank: int) -> torch.device:
+    """This rank's device. torch_npu is initialised here, after the fork, never in the parent."""
+    if name == "host":
+        return torch.device("cpu")
+    from xmoe.kernels.npu_device import torch_npu
+
+    npu = torch_npu().npu
+    index = rank % int(npu.device_count())
+    npu.set_device(index)
+    return torch.device("npu", index)
 
 
 def _bytes(weights: ExpertWeights) -> int:

@@ -56,6 +56,10 @@ class DispatchItem:
 class CamP2POps(Protocol):
     """a2e and e2a. In one group both roles launch a2e, e2a, a2e ... in the same total order."""
 
+    def empty_a2e(self, topology: CamP2PTopology, num_tokens: int) -> A2EOutput:
+        """Uninitialised outputs for `a2e`, for a caller that owns them."""
+        ...
+
     def a2e(
         self,
         topology: CamP2PTopology,
@@ -92,6 +96,11 @@ class CamAsyncOps(Protocol):
     @property
     def shared_expert(self) -> bool:
         """Whether receive outputs and combine_send carry a shared expert (the older set)."""
+        ...
+
+    def empty_item(self, topology: CamAsyncTopology, capacity: int | None = None) -> DispatchItem:
+        """Uninitialised outputs for `dispatch_recv`, for a caller that owns them. `capacity` in
+        rows; None asks the operators."""
         ...
 
     def dispatch_send(

@@ -14,7 +14,8 @@ from xmoe.errors import CommError
 from xmoe.kernels.ops.cam.binding import CamLibrary
 from xmoe.kernels.ops.cam.topology import CamAsyncTopology, require
 
-_TRACE_BYTES = 32 + 32 + 8 + 4 * 4 + 8 * 4
+_TRACE_BYTES = 32 + 32 + 8 + 4 * 4 + 8 * 6
+_TASK_BYTES = 32 + 8 + 2 * 4 + 2 * 8
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class KernelTrace:
     """One kernel's run, CLOCK_MONOTONIC nanoseconds.
 
     start..cores: waiting for cores; cores..ready: spinning for a peer with the cores held;
-    ready..end: work. `tag` is the layer, or what the caller gave a timed kernel.
+    ready..end: work. `tag` is the layer, or what the caller gave a timed kernel. `peer` is the first
+    Attention rank of an item, -1 where there is none; `stream` the stream's number.
     """
 
     op: str
@@ -46,6 +48,32 @@ class KernelTrace:
     cores_ns: int
     ready_ns: int
     end_ns: int
+    peer: int = -1
+    stream: int = 0
+
+
+@dataclass(frozen=True)
+class TaskTrace:
+    """One task of a stream, CLOCK_MONOTONIC nanoseconds: a kernel, copy, event record or wait.
+
+    `stream` is the stream's number.
+    """
+
+    name: str
+    stream: int
+    device: int
+    status: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class HostWaits:
+    """How often this process waited for a whole device, a stream, an event."""
+
+    device: int
+    stream: int
+    event: int
 
 
 class SoftCam:
@@ -128,6 +156,38 @@ class SoftCam:
         data = bytes(ffi.buffer(buffer, _TRACE_BYTES * count))
         return [_entry(data[i : i + _TRACE_BYTES]) for i in range(0, len(data), _TRACE_BYTES)]
 
+    def trace_tasks(self, on: bool) -> None:
+        """Start or stop recording every task of this process's streams."""
+        self._library.base("xsdTaskTraceEnable", "void(*)(int)", "acl")(int(on))
+
+    def read_tasks(self, capacity: int = 1 << 14) -> list[TaskTrace]:
+        """Take up to `capacity` recorded tasks, in the order in which they ended."""
+        ffi = self._library.ffi
+        buffer = ffi.new("char[]", _TASK_BYTES * capacity)
+        dropped = ffi.new("uint64_t*")
+        ctype = "uint32_t(*)(void*, uint32_t, uint64_t*)"
+        read = self._library.base("xsdTaskTraceRead", ctype, "acl")
+        count = read(ffi.cast("void*", buffer), capacity, dropped)
+        if dropped[0]:
+            raise CommError(f"{dropped[0]} trace entries were lost; read the trace more often")
+        data = bytes(ffi.buffer(buffer, _TASK_BYTES * count))
+        found = struct.iter_unpack("=32sQ2I2Q", data)
+        return [TaskTrace(name.split(b"\0")[0].decode(), *rest) for name, *rest in found]
+
+    def stream_number(self, stream: int) -> int:
+        """The number by which traces name a stream."""
+        ffi = self._library.ffi
+        number = ffi.new("int32_t*")
+        get = self._library.base("aclrtStreamGetId", "int32_t(*)(void*, int32_t*)", "acl")
+        self._library.check(get(ffi.cast("void*", stream), number), "aclrtStreamGetId")
+        return int(number[0])
+
+    def host_waits(self) -> HostWaits:
+        """How often this process has waited so far; the device counts."""
+        values = self._library.ffi.new("uint64_t[3]")
+        self._library.base("xsdCounters", "void(*)(uint64_t*)", "acl")(values)
+        return HostWaits(*(int(value) for value in values))
+
     def timed_kernel(
         self,
         *,
@@ -151,6 +211,6 @@ class SoftCam:
 
 
 def _entry(data: bytes) -> KernelTrace:
-    op, group, tag, *rest = struct.unpack("32s32sq4I4Q", data)
+    op, group, tag, *rest = struct.unpack("=32s32sq4I4QqQ", data)
     text = (op.split(b"\0")[0].decode(), group.split(b"\0")[0].decode())
     return KernelTrace(*text, tag, *rest)

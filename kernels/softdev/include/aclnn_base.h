@@ -43,6 +43,16 @@ aclnnStatus aclGetIntArraySize(const aclIntArray* array, uint64_t* size);
 aclnnStatus aclGetFloatArraySize(const aclFloatArray* array, uint64_t* size);
 aclnnStatus aclGetBoolArraySize(const aclBoolArray* array, uint64_t* size);
 
+/* Not between the two phases of a call that the tensor belongs to. 161001 when tensor is null. */
+aclnnStatus aclSetRawTensorAddr(aclTensor* tensor, void* addr);
+aclnnStatus aclGetRawTensorAddr(const aclTensor* tensor, void** addr);
+/* Repeatable executors only. `index` counts the tensors of one direction, members of lists one by
+ * one. 561103 when executor or tensor is null, 161002 when the index names no tensor. */
+aclnnStatus aclSetInputTensorAddr(aclOpExecutor* executor, const size_t index, aclTensor* tensor,
+                                  void* addr);
+aclnnStatus aclSetOutputTensorAddr(aclOpExecutor* executor, const size_t index, aclTensor* tensor,
+                                   void* addr);
+
 aclnnStatus aclSetAclOpExecutorRepeatable(aclOpExecutor* executor); /* 561103 when null */
 aclnnStatus aclDestroyAclOpExecutor(aclOpExecutor* executor);
 

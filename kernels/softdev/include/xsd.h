@@ -67,6 +67,9 @@ XSD_API void xsdTaskError(const char* fmt, ...) __attribute__((format(printf, 1,
 // Is [ptr, ptr + bytes) inside one live aclrtMalloc allocation (1), outside all of them (0: memory
 // the device does not manage, e.g. a host tensor), or does it run over the end of one (-1)?
 XSD_API int xsdCheckRange(const void* ptr, uint64_t bytes);
+// Is every page of [ptr, ptr + bytes) mapped in this process (1)? A kernel asks before it reads
+// memory the device does not manage: hardware reports a wild address, it doesn't end the process.
+XSD_API int xsdMapped(const void* ptr, uint64_t bytes);
 // Settings, read once per process from the environment (documented in README.md).
 struct XsdSettings {
   bool strict;               // XSD_STRICT (default 1)
@@ -96,6 +99,22 @@ XSD_API int xsdForked();
 XSD_API void xsdMarkUsed();
 // Makes the delays of this process differ from those of other ranks, reproducibly.
 XSD_API void xsdDelaySalt(uint32_t salt);
+// Every task of this process's streams, while tracing is on: CLOCK_MONOTONIC nanoseconds. `stream` is
+// the number aclrtStreamGetId gives. An event wait is a task, and so is an event record.
+struct XsdTaskEntry {
+  char name[32];
+  uint64_t stream;
+  uint32_t device, status;
+  uint64_t start_ns, end_ns;
+};
+XSD_API void xsdTaskTraceEnable(int on);
+// Moves up to `capacity` entries out in the order in which tasks ended; *dropped counts lost ones.
+XSD_API uint32_t xsdTaskTraceRead(XsdTaskEntry* out, uint32_t capacity, uint64_t* dropped);
+// How often the host waited: for a device, a stream, an event.
+constexpr uint32_t XSD_COUNTERS = 3;
+XSD_API void xsdCounters(uint64_t out[XSD_COUNTERS]);
+// Number of the stream whose worker calls; 0 on any other thread.
+XSD_API uint64_t xsdCurrentStream();
 // Called every few milliseconds from inside xsdWait (libhccl looks for dead peers there).
 XSD_API void xsdSetWaitHook(void (*hook)());
 
@@ -104,6 +123,14 @@ XSD_API void xsdSetWaitHook(void (*hook)());
 typedef int (*xsdKernelFn)(void* ctx, void* workspace, uint64_t workspace_bytes);
 XSD_API aclOpExecutor* xsdExecutorCreate(const char* op, uint64_t workspace_bytes, xsdKernelFn run,
                                          void* ctx, xsdReleaseFn release);
+// How an operator follows aclSetInputTensorAddr and aclSetOutputTensorAddr; without it they are
+// refused. `clone` copies a ctx (launches that are queued keep the old one); `move` writes a new
+// address, 0 when `index` (tensors of one direction, members of lists one by one) names none.
+struct XsdRebind {
+  void* (*clone)(const void* ctx);
+  int (*move)(void* ctx, int is_output, uint64_t index, void* address);
+};
+XSD_API void xsdExecutorSetRebind(aclOpExecutor* executor, const XsdRebind* rebind);
 // Phase two of every operator: checks that the executor is alive, belongs to `op`, was not launched
 // before (unless repeatable), that the workspace is large enough, then queues the kernel and
 // returns. In strict mode guard words behind the workspace (in the allocation's tail) are verified

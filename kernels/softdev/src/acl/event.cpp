@@ -57,6 +57,7 @@ int synchronize_event(aclrtEvent handle, int64_t timeout_ms, const char* call) {
   if (event == nullptr) return kInvalidHandle;
   auto recording = latest(event);
   if (recording == nullptr) return kOk;  // never recorded: nothing to wait for
+  count(kEventWaits);
   std::unique_lock<std::mutex> lock(recording->mutex);
   if (!recording->done && on_worker_of(recording->stream_id)) {
     return fail(kParamInvalid, "EE1003: %s: called by a task of the stream that would fire it",

@@ -129,6 +129,12 @@ int synchronize(const std::shared_ptr<Stream>& stream, int64_t timeout_ms);
 void stop_stream(const std::shared_ptr<Stream>& stream, bool drop);
 void stop_streams_of(const std::shared_ptr<Context>& context);
 bool on_worker_of(uint64_t stream_id);
+inline int32_t stream_number(uint64_t id) { return static_cast<int32_t>((id >> 4) & 0x7fffffff); }
+
+enum Counter : uint32_t { kDeviceWaits, kStreamWaits, kEventWaits };
+void count(Counter what);
+uint64_t trace_begin();  // 0 while tracing is off
+void trace_end(const Stream& stream, const std::string& name, uint64_t start, int status);
 std::string take_task_error();
 int report_callback(const std::shared_ptr<Stream>& stream, aclrtCallback fn, void* data,
                     bool block);

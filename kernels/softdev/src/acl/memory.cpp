@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Device and pinned host memory: poison, guard words, range checks, holds by queued tasks.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -169,6 +172,16 @@ int xsdCheckRange(const void* ptr, uint64_t bytes) {
   auto next = memory.blocks.lower_bound(address);
   if (next != memory.blocks.end() && address + bytes > next->first - kGuard) return -1;
   return 0;
+}
+
+int xsdMapped(const void* ptr, uint64_t bytes) {
+  if (bytes == 0) return 1;
+  static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto start = reinterpret_cast<uintptr_t>(ptr) / page * page;
+  const uintptr_t end = reinterpret_cast<uintptr_t>(ptr) + bytes;
+  if (end < start) return 0;
+  // With MS_ASYNC this writes nothing on Linux: it only looks whether the range is mapped.
+  return msync(reinterpret_cast<void*>(start), end - start, MS_ASYNC) == 0 ? 1 : 0;
 }
 
 void* xsdMemoryHold(const void* ptr) {

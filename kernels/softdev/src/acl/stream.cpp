@@ -22,7 +22,9 @@ void run_task(const std::shared_ptr<Stream>& stream, Task& task, uint64_t turn) 
   if (!skip) {
     xsdDelay(static_cast<uint32_t>((stream->id >> 4) * 131 + turn));
     take_task_error();  // a text left by an earlier task is not this one's
+    const uint64_t start = trace_begin();
     const int code = task.run();
+    trace_end(*stream, task.name, start, code);
     if (code != 0) {
       const std::string text = take_task_error();
       std::lock_guard<std::mutex> lock(stream->mutex);
@@ -107,6 +109,7 @@ int synchronize_handle(aclrtStream handle, int64_t timeout_ms, const char* call)
   }
   std::shared_ptr<Stream> stream;
   if (int code = resolve_stream(handle, &stream)) return code;
+  count(kStreamWaits);
   return synchronize(stream, timeout_ms);
 }
 
@@ -115,6 +118,7 @@ int synchronize_device(int64_t timeout_ms) {
   if (timeout_ms < -1) return fail(kParamInvalid, "EE1003: timeout below -1 milliseconds");
   auto context = current_context();
   if (context == nullptr) return kContextNull;
+  count(kDeviceWaits);
   const auto start = Clock::now();
   int first = kOk;
   std::string text;
@@ -249,6 +253,10 @@ void stop_streams_of(const std::shared_ptr<Context>& context) {
 
 using namespace xsd;
 
+uint64_t xsdCurrentStream() {
+  return t_worker_of == 0 ? 0 : static_cast<uint64_t>(stream_number(t_worker_of));
+}
+
 int xsdStreamEnqueue(aclrtStream handle, const char* name, xsdTaskFn run, void* ctx,
                      xsdReleaseFn release) {
   auto let_go = [release, ctx] {
@@ -315,6 +323,6 @@ aclError aclrtStreamGetId(aclrtStream handle, int32_t* id) {
   if (id == nullptr) return fail(kParamInvalid, "EE1003: aclrtStreamGetId: streamId is null");
   std::shared_ptr<Stream> stream;
   if (int code = resolve_stream(handle, &stream)) return code;
-  *id = static_cast<int32_t>((stream->id >> 4) & 0x7fffffff);
+  *id = stream_number(stream->id);
   return kOk;
 }

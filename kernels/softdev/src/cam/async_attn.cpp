@@ -80,7 +80,7 @@ void DispatchSend::store_token(char* to, int64_t token) {
   std::memcpy(to + shape.hidden, &scale, 4);
 }
 
-void DispatchSend::write_slot(int64_t ffn) {
+void DispatchSend::write_slot(int64_t ffn, Run& run) {
   FfnLayout layout(shape);
   char* slot = group.window[shape.attn + ffn] + layout.slot(shape.rank);
   const auto* ids_p = reinterpret_cast<const int32_t*>(ids.data);
@@ -107,6 +107,7 @@ void DispatchSend::write_slot(int64_t ffn) {
               static_cast<size_t>(shape.slots) * 4);
   store64(slot + 8 * kLayer, shape.layer);
   store64(slot + 8 * kPrefix, prefix[static_cast<size_t>(ffn)]);
+  run.moved(stored * layout.token_bytes);
   xsdDelay(0xca11);
   store64(slot + 8 * kFlag, rows + 1);  // last, and also when no row was routed here
 }
@@ -119,7 +120,7 @@ int DispatchSend::run() {
   if (status == 0) status = statistics();
   if (status != 0) return r.done(status);
   store32(&group.own()->outstanding, load32(&group.own()->outstanding) + 1);
-  for (int64_t f = 0; f < shape.ffn; ++f) write_slot(f);
+  for (int64_t f = 0; f < shape.ffn; ++f) write_slot(f, r);
   return r.done(0);
 }
 
@@ -191,6 +192,7 @@ int CombineRecv::run() {
     }
   }
   gather();
+  r.moved(static_cast<uint64_t>(shape.batch * shape.topk * shape.hidden) * 2);
   for (int64_t f = 0; f < shape.ffn; ++f) store32(status + 4 * f, 0);
   Control* own = group.own();
   const uint32_t left = load32(&own->outstanding);

@@ -85,7 +85,7 @@ int DispatchRecv::chunk(int64_t* start, int64_t* end) {
 }
 
 // Rows by expert, then by TP rank, then in the sender's order.
-void DispatchRecv::copy_rows(int64_t start, int64_t end) {
+uint64_t DispatchRecv::copy_rows(int64_t start, int64_t end) {
   FfnLayout layout(shape);
   char* window = group.window[group.rank];
   const uint64_t width = static_cast<uint64_t>(shape.hidden) * (shape.quant ? 1 : 2);
@@ -111,6 +111,7 @@ void DispatchRecv::copy_rows(int64_t start, int64_t end) {
       }
     }
   }
+  return (row + shared_row) * width;
 }
 
 void DispatchRecv::publish(int64_t start, int64_t end) {
@@ -185,7 +186,8 @@ int DispatchRecv::run() {
     int64_t start, end;
     status = chunk(&start, &end);
     if (status == 0) {
-      copy_rows(start, end);
+      r.peer(first);
+      r.moved(copy_rows(start, end));
       publish(start, end);
       r.tag(reinterpret_cast<int64_t*>(info.data)[2]);
     }
@@ -194,7 +196,7 @@ int DispatchRecv::run() {
   return r.done(status);
 }
 
-int CombineSend::push(const int64_t* words) {
+int CombineSend::push(const int64_t* words, Run& run) {
   AttnLayout layout(shape);
   const int64_t first = words[1], start = words[3], end = words[4];
   if (first < 0 || first + shape.tp > shape.attn || start < 0 || end < start ||
@@ -234,6 +236,7 @@ int CombineSend::push(const int64_t* words) {
       at[static_cast<size_t>(i)] += static_cast<uint64_t>(rows);
     }
   }
+  run.moved(static_cast<uint64_t>(row + shared_row) * width);
   if (end != shape.slots - 1) return 0;  // only the last chunk reports
   xsdDelay(0xca31);
   for (int64_t i = 0; i < shape.tp; ++i) {
@@ -250,7 +253,8 @@ int CombineSend::run() {
   const auto* words = reinterpret_cast<const int64_t*>(info.data);
   r.tag(words[2]);
   if (words[1] == -1) return r.done(0);  // shutdown item
-  return r.done(push(words));
+  r.peer(words[1]);
+  return r.done(push(words, r));
 }
 
 }  // namespace cam

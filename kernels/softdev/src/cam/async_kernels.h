@@ -23,7 +23,7 @@ struct DispatchSend : AsyncKernel {
   int credit();
   int statistics();
   void store_token(char* to, int64_t token);
-  void write_slot(int64_t ffn);
+  void write_slot(int64_t ffn, Run& run);
 };
 
 struct CombineRecv : AsyncKernel {
@@ -47,7 +47,7 @@ struct DispatchRecv : AsyncKernel {
   void emit_stop();
   int choose(const Run& run);
   int chunk(int64_t* start, int64_t* end);
-  void copy_rows(int64_t start, int64_t end);
+  uint64_t copy_rows(int64_t start, int64_t end);  // bytes
   void publish(int64_t start, int64_t end);
 };
 
@@ -56,7 +56,7 @@ struct CombineSend : AsyncKernel {
   int run();
 
  private:
-  int push(const int64_t* words);
+  int push(const int64_t* words, Run& run);
 };
 
 }  // namespace cam

@@ -83,8 +83,11 @@ struct TraceEntry {
   uint32_t device, vector_cores, cube_cores, status;
   uint64_t start_ns, cores_ns, ready_ns,
       end_ns;  // CLOCK_MONOTONIC: started, has cores, wait over, done
+  int64_t peer;     // first Attention rank of the item, -1 where no such rank was chosen
+  uint64_t stream;  // number of the stream
 };
 uint64_t now_ns();
+void sleep_until(uint64_t end_ns);
 
 // One kernel's run: takes cores, keeps times, gives the cores back and writes the trace entry.
 class Run {
@@ -97,7 +100,13 @@ class Run {
   const Group& group() const { return *group_; }
   void* hold() const { return hold_; }
   const char* op() const { return entry_.op; }
-  void ready() { entry_.ready_ns = now_ns(); }
+  void ready() {
+    entry_.ready_ns = now_ns();
+    moved_ = 0;
+  }
+  void peer(int64_t rank) { entry_.peer = rank; }
+  // `bytes` more were copied: with XSD_CAM_COPY_MBPS, not before they would have been at that rate.
+  void moved(uint64_t bytes);
   void tag(int64_t value) { entry_.tag = value; }
   int done(int status);  // returns `status`
 
@@ -110,6 +119,7 @@ class Run {
   Cores cores_;
   bool held_ = false;
   int status_ = 0;
+  uint64_t moved_ = 0;
 };
 
 // ---- arguments

@@ -134,6 +134,7 @@ int Kernel::a2e() {
   if (shape.sender_is_attention()) {
     char* to = group.window[group.rank] + data_offset(shape.rank, shape.batch, shape.topk);
     std::memcpy(to, in.data, static_cast<uint64_t>(shape.batch) * row_bytes);
+    run_->moved(static_cast<uint64_t>(shape.batch) * row_bytes);
     const int64_t ffn = shape.rank % shape.ffn;
     const uint64_t index = static_cast<uint64_t>(3 * shape.ratio() + shape.rank / shape.ffn - 1);
     set_flag(group.window[ffn] + flag_offset(ffn, index));
@@ -150,6 +151,7 @@ int Kernel::a2e() {
     std::memcpy(out.data + static_cast<uint64_t>(i * rows) * row_bytes,
                 group.window[peer] + data_offset(peer, rows, shape.topk),
                 static_cast<uint64_t>(rows) * row_bytes);
+    run_->moved(static_cast<uint64_t>(rows) * row_bytes);
   }
   return 0;
 }
@@ -163,6 +165,7 @@ int Kernel::e2a() {
     std::memcpy(out.data,
                 group.window[group.rank] + data_offset(shape.rank, shape.batch, shape.topk),
                 static_cast<uint64_t>(shape.batch) * row_bytes);
+    run_->moved(static_cast<uint64_t>(shape.batch) * row_bytes);
     return 0;
   }
   const int64_t rows = shape.recv_batch();
@@ -171,6 +174,7 @@ int Kernel::e2a() {
     std::memcpy(group.window[peer] + data_offset(peer, rows, shape.topk),
                 in.data + static_cast<uint64_t>(i * rows) * row_bytes,
                 static_cast<uint64_t>(rows) * row_bytes);
+    run_->moved(static_cast<uint64_t>(rows) * row_bytes);
     set_flag(group.window[peer] + flag_offset(peer, 5));
   }
   return 0;

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The software device's own functions of this library: a timed compute kernel for tests, probes
 // and benchmarks, the readiness probe, the abort word and counters. An NPU has none of them.
-#include <sys/prctl.h>
-#include <time.h>
-
 #include <cmath>
 #include <cstring>
 
@@ -25,16 +22,6 @@ struct Timed {
   int run();
   void transform();
 };
-
-void sleep_until(uint64_t end) {
-  static thread_local bool exact = false;
-  if (!exact) {
-    prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0);  // the default slack of 50 us would blur short kernels
-    exact = true;
-  }
-  timespec t{static_cast<time_t>(end / 1000000000u), static_cast<long>(end % 1000000000u)};
-  while (now_ns() < end) clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, nullptr);
-}
 
 void Timed::transform() {
   const int64_t width = out.dims[1];

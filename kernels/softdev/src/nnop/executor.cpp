@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Executors: what phase one of an operator prepares and phase two launches, once.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -23,6 +24,8 @@ struct Kernel {
   xsdKernelFn run = nullptr;
   void* ctx = nullptr;
   xsdReleaseFn release = nullptr;
+  const XsdRebind* rebind = nullptr;
+  std::atomic<int> queued{0};  // launches that will still read ctx
   ~Kernel() {
     if (release != nullptr) release(ctx);
   }
@@ -85,6 +88,10 @@ uint64_t tail_bytes(const Launch& launch) {
 int run_launch(void* ctx) {
   auto& launch = *static_cast<Launch*>(ctx);
   const bool strict = xsdSettings()->strict;
+  if (strict && xsdMapped(launch.workspace, launch.workspace == nullptr ? 0 : launch.bytes) == 0) {
+    xsdTaskError("the workspace of %s is not mapped", launch.kernel->op.c_str());
+    return kDeviceMemory;
+  }
   unsigned char* tail = launch.workspace + launch.kernel->workspace_bytes;
   const uint64_t guarded = strict && launch.workspace != nullptr ? tail_bytes(launch) : 0;
   if (guarded > 0) std::memset(tail, kTailByte, guarded);
@@ -111,7 +118,54 @@ int run_launch(void* ctx) {
 void release_launch(void* ctx) {
   auto* launch = static_cast<Launch*>(ctx);
   xsdMemoryRelease(launch->hold);
+  launch->kernel->queued.fetch_sub(1, std::memory_order_release);
   delete launch;
+}
+
+// Launches that are queued go on with the addresses they were launched with.
+void make_private(std::shared_ptr<Kernel>* kernel) {
+  if ((*kernel)->queued.load(std::memory_order_acquire) == 0) return;
+  auto copy = std::make_shared<Kernel>();
+  copy->op = (*kernel)->op;
+  copy->workspace_bytes = (*kernel)->workspace_bytes;
+  copy->run = (*kernel)->run;
+  copy->release = (*kernel)->release;
+  copy->rebind = (*kernel)->rebind;
+  copy->ctx = (*kernel)->rebind->clone((*kernel)->ctx);
+  *kernel = std::move(copy);
+}
+
+int set_address(const char* call, aclOpExecutor* handle, int is_output, size_t index,
+                aclTensor* tensor, void* addr) {
+  if (xsdForked()) return kRuntimeError;
+  if (handle == nullptr || tensor == nullptr) {
+    return fail(kInnerNull, "EZ9999: %s: %s is null", call,
+                handle == nullptr ? "executor" : "tensor");
+  }
+  if (const char* problem = address_problem(tensor, addr)) {
+    return fail(kParamInvalid, "EZ1001: %s: %s (tensor %p, addr %p)", call, problem,
+                static_cast<const void*>(tensor), addr);
+  }
+  auto executor = executors().find(handle);
+  if (executor == nullptr) return not_alive(call, handle);
+  std::lock_guard<std::mutex> lock(executor->mutex);
+  if (!executor->repeatable) {
+    return fail(kParamInvalid, "EZ1001: %s: executor %p was not made repeatable", call,
+                static_cast<const void*>(handle));
+  }
+  if (executor->kernel->rebind == nullptr) {
+    return fail(kParamInvalid, "EZ1001: %s: %s cannot follow moved tensors", call,
+                executor->kernel->op.c_str());
+  }
+  make_private(&executor->kernel);
+  const uint64_t bytes = static_cast<uint64_t>(tensor->offset) * xsdDtypeBits(tensor->dtype) / 8;
+  void* first = static_cast<char*>(addr) + bytes;
+  if (executor->kernel->rebind->move(executor->kernel->ctx, is_output, index, first) == 0) {
+    return fail(kParamInvalid, "EZ1001: %s: index %zu names no tensor of %s", call, index,
+                executor->kernel->op.c_str());
+  }
+  tensor->data = addr;
+  return kOk;
 }
 
 int check_workspace(const char* op, const Kernel& kernel, const void* workspace, uint64_t bytes) {
@@ -155,6 +209,13 @@ aclOpExecutor* xsdExecutorCreate(const char* op, uint64_t workspace_bytes, xsdKe
   return static_cast<aclOpExecutor*>(executors().add(executor));
 }
 
+void xsdExecutorSetRebind(aclOpExecutor* handle, const XsdRebind* rebind) {
+  auto executor = executors().find(handle);
+  if (executor == nullptr) return;
+  std::lock_guard<std::mutex> lock(executor->mutex);
+  executor->kernel->rebind = rebind;
+}
+
 aclnnStatus xsdExecutorLaunch(const char* op, void* workspace, uint64_t bytes,
                               aclOpExecutor* handle, aclrtStream stream) {
   const char* name = op == nullptr ? "operator" : op;
@@ -172,6 +233,7 @@ aclnnStatus xsdExecutorLaunch(const char* op, void* workspace, uint64_t bytes,
   if (int code = check_workspace(name, *kernel, workspace, bytes)) return code;
   auto* launch = new Launch;
   launch->kernel = kernel;
+  kernel->queued.fetch_add(1, std::memory_order_relaxed);
   launch->workspace = static_cast<unsigned char*>(workspace);
   launch->bytes = workspace == nullptr ? kernel->workspace_bytes : bytes;
   launch->hold = workspace == nullptr ? nullptr : xsdMemoryHold(workspace);
@@ -183,6 +245,16 @@ aclnnStatus xsdExecutorLaunch(const char* op, void* workspace, uint64_t bytes,
     remember_spent(handle);
   }
   return kOk;
+}
+
+aclnnStatus aclSetInputTensorAddr(aclOpExecutor* handle, const size_t index, aclTensor* tensor,
+                                  void* addr) {
+  return set_address("aclSetInputTensorAddr", handle, 0, index, tensor, addr);
+}
+
+aclnnStatus aclSetOutputTensorAddr(aclOpExecutor* handle, const size_t index, aclTensor* tensor,
+                                   void* addr) {
+  return set_address("aclSetOutputTensorAddr", handle, 1, index, tensor, addr);
 }
 
 aclnnStatus aclSetAclOpExecutorRepeatable(aclOpExecutor* handle) {

@@ -63,6 +63,9 @@ class Objects {
 Objects<aclTensor>& tensors();
 Objects<aclTensorList>& lists();
 
+// What is wrong with `addr` as the new storage of a live tensor, nullptr for nothing.
+const char* address_problem(const aclTensor* tensor, const void* addr);
+
 // Member of a list: only the list may destroy it.
 bool tensor_is_owned(const aclTensor* tensor);
 

@@ -113,6 +113,13 @@ Objects<aclTensorList>& lists() {
   return objects;
 }
 
+const char* address_problem(const aclTensor* tensor, const void* addr) {
+  if (!tensors().alive(tensor)) return "tensor is not a live tensor";
+  aclTensor moved = *tensor;
+  moved.data = const_cast<void*>(addr);
+  return check_bounds(moved);
+}
+
 bool tensor_is_owned(const aclTensor* tensor) {
   std::lock_guard<std::mutex> lock(owned_mutex());
   return owned().count(tensor) != 0;
@@ -217,6 +224,31 @@ aclnnStatus aclDestroyTensor(const aclTensor* tensor) {
     return fail(kParamInvalid, "EZ1001: aclDestroyTensor: %p is not a live tensor",
                 static_cast<const void*>(tensor));
   }
+  return kOk;
+}
+
+aclnnStatus aclSetRawTensorAddr(aclTensor* tensor, void* addr) {
+  if (xsdForked()) return kRuntimeError;
+  if (tensor == nullptr) return fail(kParamNull, "EZ1001: aclSetRawTensorAddr: tensor is null");
+  if (const char* problem = address_problem(tensor, addr)) {
+    return fail(kParamInvalid, "EZ1001: aclSetRawTensorAddr: %s (tensor %p, addr %p)", problem,
+                static_cast<const void*>(tensor), addr);
+  }
+  tensor->data = addr;
+  return kOk;
+}
+
+aclnnStatus aclGetRawTensorAddr(const aclTensor* tensor, void** addr) {
+  if (xsdForked()) return kRuntimeError;
+  if (tensor == nullptr || addr == nullptr) {
+    return fail(kParamNull, "EZ1001: aclGetRawTensorAddr: %s is null",
+                tensor == nullptr ? "tensor" : "addr");
+  }
+  if (!tensors().alive(tensor)) {
+    return fail(kParamInvalid, "EZ1001: aclGetRawTensorAddr: %p is not a live tensor",
+                static_cast<const void*>(tensor));
+  }
+  *addr = tensor->data;
   return kOk;
 }
 

@@ -72,6 +72,8 @@ ACLNN(Mv, (T self, T vector, T out, int8_t), out.copy_(at::mv(self, vector)))
 ACLNN(Dot, (T self, T other, T out), out.copy_(at::dot(self, other)))
 ACLNN(Addmm, (T self, T a, T b, S beta, S alpha, T out, int8_t), out.copy_(at::addmm(self, a, b, beta, alpha)))
 ACLNN(Baddbmm, (T self, T a, T b, S beta, S alpha, T out, int8_t), out.copy_(at::baddbmm(self, a, b, beta, alpha)))
+ACLNN(TriangularSolve, (T b, T a, bool upper, bool transpose, bool unit, T out, T a_out),
+      out.copy_(at::linalg_solve_triangular(transpose ? a.mT() : a, b, transpose ? !upper : upper, true, unit)); a_out.copy_(a))
 ACLNN(Convolution, (T input, T weight, T bias, IA stride, IA padding, IA dilation, bool transposed, IA output_padding, int64_t groups, T out, int8_t),
       out.copy_(at::convolution(input, weight, bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt, stride, padding, dilation, transposed, output_padding, groups)))
 // clang-format on

@@ -75,6 +75,34 @@ aclnnStatus check_pointers(const std::vector<Required>& required) {
   return kOk;
 }
 
+// Followed are context, the small tensors, the weights and both outputs. The optional inputs behind
+// them are not: no source says how absent ones are counted.
+void* clone_problem(const void* problem) {
+  return new Problem(*static_cast<const Problem*>(problem));
+}
+
+int move_tensor(void* ctx, int is_output, uint64_t index, void* address) {
+  auto& problem = *static_cast<Problem*>(ctx);
+  View* inputs[] = {&problem.context, &problem.x, &problem.topk_ids, &problem.topk_weights};
+  View* outputs[] = {&problem.y, &problem.expert_token_nums};
+  const uint64_t local = problem.weight1.size();
+  View* view = nullptr;
+  if (is_output != 0) {
+    if (index < 2) view = outputs[index];
+  } else if (index < 4) {
+    view = inputs[index];
+  } else if (index < 4 + local) {
+    view = &problem.weight1[index - 4];
+  } else if (index < 4 + 2 * local) {
+    view = &problem.weight2[index - 4 - local];
+  }
+  if (view == nullptr) return 0;
+  view->data = static_cast<char*>(address);
+  return 1;
+}
+
+constexpr XsdRebind kRebind = {clone_problem, move_tensor};
+
 void release_problem(void* problem) { delete static_cast<Problem*>(problem); }
 
 aclnnStatus create(const Args& args, uint64_t* workspace_size, aclOpExecutor** executor) {
@@ -95,6 +123,7 @@ aclnnStatus create(const Args& args, uint64_t* workspace_size, aclOpExecutor** e
       xsdExecutorCreate("aclnnMegaMoe", bytes, run, problem.get(), release_problem);
   if (made == nullptr) return fail(kExecutor, "no executor could be created.");
   problem.release();
+  xsdExecutorSetRebind(made, &kRebind);
   *workspace_size = bytes;
   *executor = made;
   return kOk;

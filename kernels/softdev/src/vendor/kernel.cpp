@@ -115,9 +115,11 @@ class Launch {
     const int64_t span = high - low + 1;
     const uint64_t bytes =
         static_cast<uint64_t>(v.dtype == ACL_INT4 ? span / 2 : span * v.item_bytes);
-    if (xsdCheckRange(v.data + low * v.item_bytes, bytes) >= 0) return 0;
+    const char* start = v.data + low * v.item_bytes;
+    if (xsdCheckRange(start, bytes) >= 0 && xsdMapped(start, bytes) != 0) return 0;
     return window_.abort(
-        kException, "%s, shape [%lld, %lld], strides [%lld, %lld], runs past its allocation",
+        kException,
+        "%s, shape [%lld, %lld], strides [%lld, %lld], runs past its allocation or is not mapped",
         v.name, Long(v.dims[0]), Long(v.dims[1]), Long(v.strides[0]), Long(v.strides[1]));
   }
 
@@ -176,14 +178,18 @@ class Launch {
     int32_t* next = first_row(window_.rank());
     std::memset(mine, 0, static_cast<size_t>(buckets_) * sizeof(int32_t));
     const int64_t slots = p_.tokens * p_.topk;
+    const char* written = nullptr;  // a row of this token
     for (int64_t i = 0; i < slots; ++i) ++mine[ids_[i]];
     for (int64_t g = 0, row = 0; g < buckets_; row += mine[g], ++g)
       next[g] = static_cast<int32_t>(row);
     for (int64_t i = 0; i < slots; ++i) {
       const int32_t row = next[ids_[i]]++;
       position_[i] = row;
+      if (i % p_.topk == 0) written = nullptr;
       if (ids_[i] != unrouted()) {
-        send_row(i / p_.topk, window_.sent(window_.rank(), row));
+        char* to = window_.sent(window_.rank(), row);
+        send_row(i / p_.topk, to, written);
+        written = to;
       } else if (strict_) {
         // Nobody will write this result row. Stale data there may look plausible; NaN does not.
         std::memset(window_.result(window_.rank(), row), 0xff, static_cast<size_t>(p_.hidden) * 2);
@@ -191,13 +197,16 @@ class Launch {
     }
   }
 
-  void send_row(int64_t token, char* to) const {
+  // `written`, if not null, holds the same row already.
+  void send_row(int64_t token, char* to, const char* written) const {
     const uint16_t* from = p_.x.at<uint16_t>(token);
-    if (p_.quant != Quant::kNone) return write_token(p_, from, to, workspace_);
-    uint16_t* out = reinterpret_cast<uint16_t*>(to);
-    if (p_.x.strides[1] == 1) {
-      std::memcpy(out, from, static_cast<size_t>(p_.hidden) * 2);
+    if (p_.quant != Quant::kNone) {
+      if (written == nullptr) return write_token(p_, from, to, workspace_);
+      std::memcpy(to, written, static_cast<size_t>(token_bytes(p_.hidden)));
+    } else if (p_.x.strides[1] == 1) {
+      std::memcpy(to, from, static_cast<size_t>(p_.hidden) * 2);
     } else {
+      uint16_t* out = reinterpret_cast<uint16_t*>(to);
       for (int64_t h = 0; h < p_.hidden; ++h) out[h] = from[h * p_.x.strides[1]];
     }
   }

@@ -111,14 +111,22 @@ int8_t nibble(uint8_t bits, bool offset_binary) {
 }  // namespace
 
 const char* read_quant_settings(QuantSettings* settings) {
-  bool truncated = false;
-  if (!read_choice("XSD_MEGAMOE_INT4", "twos_complement", "offset_binary",
-                   &settings->offset_binary))
-    return "XSD_MEGAMOE_INT4 (twos_complement, offset_binary)";
-  if (!read_choice("XSD_MEGAMOE_SCALE_BITS", "32", "19", &truncated))
-    return "XSD_MEGAMOE_SCALE_BITS (32, 19)";
-  settings->scale_mask = truncated ? 0xffffe000u : 0xffffffffu;
-  return nullptr;
+  struct Found {
+    QuantSettings settings;
+    const char* unknown = nullptr;
+    Found() {
+      bool truncated = false;
+      if (!read_choice("XSD_MEGAMOE_SCALE_BITS", "32", "19", &truncated))
+        unknown = "XSD_MEGAMOE_SCALE_BITS (32, 19)";
+      if (!read_choice("XSD_MEGAMOE_INT4", "twos_complement", "offset_binary",
+                       &settings.offset_binary))
+        unknown = "XSD_MEGAMOE_INT4 (twos_complement, offset_binary)";
+      if (truncated) settings.scale_mask = 0xffffe000u;
+    }
+  };
+  static const Found found;  // read once, as all settings of the software device are
+  *settings = found.settings;
+  return found.unknown;
 }
 
 float round_half(float value) {

@@ -9,6 +9,10 @@
 //              ((16 * high + low) + bias) * s, where bias = 8 * column sum of the weights
 //   activation fp32, not rounded; then s2 = max|a| / 127, q = a * (127 / max|a|) to the nearest even
 //
+// Read from ops-transformer, mc2/mega_moe/op_kernel/arch22 (moe_init_routing_quant_v2 and the
+// block_epilogue files). Assumed here: int32 sums become fp32 before they are scaled, and fp16
+// results overflow to infinity. Nothing of it was ever compared with an NPU.
+//
 // A row of zeros gets scale 0 and stays zero. (The 9.1.0 kernel divides by zero there; later ones
 // guard it.) A NaN in a row makes its scale, and with it the row's results, NaN. A value beyond
 // fp16 becomes infinite.
@@ -57,6 +61,7 @@ inline float column_scale(uint64_t element, uint32_t mask) {
 
 // A token's row in the window: int8 values, or all high parts and then all low parts two to a byte;
 // behind them the scale. `workspace` lends the rows' place.
+inline int64_t token_bytes(int64_t hidden) { return hidden + 32; }
 void write_token(const Problem& p, const uint16_t* x, char* row, char* workspace);
 // One expert on up to kTileRows rows of windows; results as bf16.
 void quant_tile(const Problem& p, char* workspace, size_t expert, const char* const* tokens,

@@ -79,8 +79,9 @@ void write_token(const Problem& p, const uint16_t* x, char* row, char* workspace
     pack_int4(high, hidden, reinterpret_cast<uint8_t*>(row));
     pack_int4(low, hidden, reinterpret_cast<uint8_t*>(row) + hidden / 2);
   }
-  for (int64_t i = 0; i < kScaleCopies; ++i)
-    std::memcpy(row + hidden + i * 4, &scale, sizeof scale);
+  // Eight copies, as the operator writes whole 32-byte blocks.
+  for (int64_t at = hidden; at < token_bytes(hidden); at += 4)
+    std::memcpy(row + at, &scale, sizeof scale);
 }
 
 void quant_tile(const Problem& p, char* workspace, size_t expert, const char* const* tokens,

@@ -8,8 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "limits.h"
-#include "quant.h"
+#include "tiling.h"
 #include "window.h"
 
 XSD_API const char* aclrtGetSocName();
@@ -32,11 +31,6 @@ const char* profile_name() {
   return name;
 }
 
-const char* soc_name() {
-  const char* soc = aclrtGetSocName();
-  return soc == nullptr ? "" : soc;
-}
-
 // nullptr when the profile is unknown. An unlisted SoC gets the profile's first row, because the
 // operator looks at the platform only after the shapes.
 const Limits* find_limits() {
@@ -49,442 +43,233 @@ const Limits* find_limits() {
   return first;
 }
 
-class Tiling {
- public:
-  Tiling(const Args& args, Problem* problem) : args_(args), p_(*problem) {}
-
-  aclnnStatus operator()() {
-    limits_ = find_limits();
-    if (limits_ == nullptr)
-      return fail(kTiling, "XSD_MEGAMOE_PROFILE=\"%s\" is not known (seed, 9.1.0).",
-                  profile_name());
-    using Step = aclnnStatus (Tiling::*)();
-    const Step steps[] = {&Tiling::comm_alg,   &Tiling::tokens,   &Tiling::weights,
-                          &Tiling::optionals,  &Tiling::sizes,    &Tiling::quantisation,
-                          &Tiling::activation, &Tiling::outputs,  &Tiling::platform,
-                          &Tiling::ccl_size,   &Tiling::kernel,   &Tiling::workspace};
-    for (Step step : steps) {
-      const aclnnStatus status = (this->*step)();
-      if (status != kOk) return status;
-    }
-    return kOk;
-  }
-
- private:
-  aclnnStatus comm_alg() {
-    if (args_.comm_alg == nullptr) return fail(kTiling, "comm_alg is null; pass an empty string.");
-    if (args_.comm_alg[0] != '\0')
-      return fail(kTiling, "comm_alg=\"%.64s\" is not accepted; the only value is an empty string.",
-                  args_.comm_alg);
-    return kOk;
-  }
-
-  // Copies the description of a live tensor; says what is wrong with a dead or empty one.
-  aclnnStatus view(const aclTensor* tensor, const char* name, size_t rank, View* out) {
-    if (xsdTensorAlive(tensor) == 0)
-      return fail(kInvalid, "%s=%p is not a live aclTensor.", name,
-                  static_cast<const void*>(tensor));
-    if (tensor->view_dims.size() != rank)
-      return fail(kTiling, "%s must be %zu-dimension, got %zu", name, rank,
-                  tensor->view_dims.size());
-    out->name = name;
-    out->dtype = tensor->dtype;
-    const int64_t bits = static_cast<int64_t>(xsdDtypeBits(tensor->dtype));
-    out->item_bytes = bits / 8;
-    for (size_t i = 0; i < rank; ++i) {
-      out->dims[i] = tensor->view_dims[i];
-      out->strides[i] = tensor->strides[i];
-    }
-    if (out->dims[0] > 0 && out->dims[1] > 0 && tensor->data == nullptr)
-      return fail(kInvalid, "%s has no data address.", name);
-    out->data = static_cast<char*>(tensor->data) + tensor->offset * bits / 8;
-    return kOk;
-  }
-
-  aclnnStatus dtype(const View& view, aclDataType allowed, const char* text) {
-    if (view.dtype == allowed) return kOk;
-    return fail(kTiling, "%s has data type %d; allowed: %s.", view.name,
-                static_cast<int>(view.dtype), text);
-  }
-
-  aclnnStatus range(const char* what, int64_t value, int64_t low, int64_t high, int64_t step = 1) {
-    if (value >= low && value <= high && value % step == 0) return kOk;
-    return fail(kTiling, "%s=%lld is not accepted: %lld..%lld in steps of %lld (profile %s, %s).",
-                what, Long(value), Long(low), Long(high), Long(step), limits_->profile, soc_name());
-  }
-
-  aclnnStatus tokens() {
-    aclnnStatus s;
-    if ((s = view(args_.context, "context", 1, &p_.context)) != kOk) return s;
-    if ((s = dtype(p_.context, ACL_INT32, "INT32 (3)")) != kOk) return s;
-    if ((s = view(args_.x, "x", 2, &p_.x)) != kOk) return s;
-    if ((s = dtype(p_.x, ACL_BF16, "BF16 (27)")) != kOk) return s;
-    p_.tokens = p_.x.dims[0];
-    p_.hidden = p_.x.dims[1];
-    if ((s = range("bs (rows of x)", p_.tokens, 1, limits_->tokens_max)) != kOk) return s;
-    if ((s = range("H (columns of x)", p_.hidden, limits_->hidden_min, limits_->hidden_max,
-                   limits_->hidden_step)) != kOk)
-      return s;
-    if ((s = view(args_.topk_ids, "topk_ids", 2, &p_.topk_ids)) != kOk) return s;
-    if ((s = dtype(p_.topk_ids, ACL_INT32, "INT32 (3)")) != kOk) return s;
-    p_.topk = p_.topk_ids.dims[1];
-    if ((s = same("topk_ids rows", p_.topk_ids.dims[0], "bs", p_.tokens)) != kOk) return s;
-    if ((s = range("K (columns of topk_ids)", p_.topk, 1, limits_->topk_max)) != kOk) return s;
-    if ((s = view(args_.topk_weights, "topk_weights", 2, &p_.topk_weights)) != kOk) return s;
-    if (p_.topk_weights.dtype != ACL_BF16 &&
-        (s = dtype(p_.topk_weights, ACL_FLOAT, "FLOAT (0), BF16 (27)")) != kOk)
-      return s;
-    if ((s = same("topk_weights rows", p_.topk_weights.dims[0], "bs", p_.tokens)) != kOk) return s;
-    return same("topk_weights columns", p_.topk_weights.dims[1], "K", p_.topk);
-  }
-
-  aclnnStatus same(const char* what, int64_t value, const char* other, int64_t wanted) {
-    if (value == wanted) return kOk;
-    return fail(kTiling, "%s=%lld must equal %s=%lld.", what, Long(value), other, Long(wanted));
-  }
-
-  aclnnStatus weights() {
-    aclnnStatus s;
-    if ((s = live(args_.weight1, "weight1")) != kOk || (s = live(args_.weight2, "weight2")) != kOk)
-      return s;
-    p_.local_experts = static_cast<int64_t>(args_.weight1->items.size());
-    if ((s = range("experts per rank (length of weight1)", p_.local_experts, 1,
-                   limits_->local_experts_max)) != kOk)
-      return s;
-    if ((s = same("length of weight2", static_cast<int64_t>(args_.weight2->items.size()),
-                  "length of weight1", p_.local_experts)) != kOk)
-      return s;
-    p_.weight1.resize(static_cast<size_t>(p_.local_experts));
-    p_.weight2.resize(static_cast<size_t>(p_.local_experts));
-    if ((s = weight_type()) != kOk) return s;
-    for (size_t e = 0; e < p_.weight1.size(); ++e) {
-      if ((s = one_weight(args_.weight1->items[e], "weight1", e, &p_.weight1[e])) != kOk) return s;
-      if ((s = one_weight(args_.weight2->items[e], "weight2", e, &p_.weight2[e])) != kOk) return s;
-      if (e == 0) {
-        p_.inter = p_.weight2[0].dims[0];
-        if ((s = range("I (rows of weight2[0])", p_.inter, limits_->inter_min, limits_->inter_max,
-                       limits_->inter_step)) != kOk)
-          return s;
-      }
-      if ((s = same("weight1 rows", p_.weight1[e].dims[0], "H", p_.hidden)) != kOk) return s;
-      if ((s = same("weight1 columns", p_.weight1[e].dims[1], "2*I", 2 * p_.inter)) != kOk)
-        return s;
-      if ((s = same("weight2 rows", p_.weight2[e].dims[0], "I", p_.inter)) != kOk) return s;
-      if ((s = same("weight2 columns", p_.weight2[e].dims[1], "H", p_.hidden)) != kOk) return s;
-    }
-    return kOk;
-  }
-
-  aclnnStatus live(const aclTensorList* list, const char* name) {
-    if (xsdTensorListAlive(list) != 0) return kOk;
-    return fail(kInvalid, "%s=%p is not a live aclTensorList.", name,
-                static_cast<const void*>(list));
-  }
-
-  // What the weights are is read from their type; the first one decides.
-  aclnnStatus weight_type() {
-    const aclTensor* first = args_.weight1->items[0];
-    if (xsdTensorAlive(first) == 0)
-      return fail(kInvalid, "weight1[0]=%p is not a live aclTensor.",
-                  static_cast<const void*>(first));
-    switch (first->dtype) {
-      case ACL_BF16:
-        return kOk;
-      case ACL_INT8:
-        p_.quant = Quant::kInt8;
-        break;
-      case ACL_INT4:
-      case ACL_INT32:
-        p_.quant = Quant::kInt4;
-        break;
-      case ACL_FLOAT8_E5M2:
-      case ACL_FLOAT8_E4M3FN:
-      case ACL_FLOAT4_E2M1:
-        return fail(kTiling,
-                    "weight1[0] has data type %d: MXFP weights (A8W8-FP, A8W4-FP, A4W4-FP) belong to "
-                    "Ascend950, this library has no kernel for them.",
-                    static_cast<int>(first->dtype));
-      default:
-        return fail(kTiling,
-                    "weight1[0] has data type %d; allowed: BF16 (27), INT8 (2), INT4 (29), or INT32 "
-                    "(3) holding eight INT4.",
-                    static_cast<int>(first->dtype));
-    }
-    const char* unknown = read_quant_settings(&p_.settings);
-    return unknown == nullptr ? kOk
-                              : fail(kTiling, "the software device's setting %s has another value.",
-                                     unknown);
-  }
-
-  aclnnStatus one_weight(const aclTensor* tensor, const char* list, size_t index, View* out) {
-    char name[32];
-    std::snprintf(name, sizeof name, "%s[%zu]", list, index);
-    aclnnStatus s = view(tensor, name, 2, out);
-    out->name = list;
-    if (s != kOk) return s;
-    // The wrapper presents INT32 as eight INT4 in FRACTAL_NZ, whatever format it was given.
-    const bool packed = p_.quant == Quant::kInt4 && out->dtype == ACL_INT32;
-    const aclDataType wanted = p_.quant == Quant::kNone    ? ACL_BF16
-                               : p_.quant == Quant::kInt8  ? ACL_INT8
-                               : packed                    ? ACL_INT32
-                                                           : ACL_INT4;
-    if (out->dtype != wanted)
-      return fail(kTiling, "%s has data type %d, but weight1[0] makes it %s weights.", name,
-                  static_cast<int>(out->dtype), mode_name());
-    const aclFormat format = p_.quant == Quant::kNone ? ACL_FORMAT_ND : ACL_FORMAT_FRACTAL_NZ;
-    if (!packed && tensor->format != format)
-      return fail(kTiling, "%s has format %d; %s weights must be %s (%d).", name,
-                  static_cast<int>(tensor->format), mode_name(),
-                  format == ACL_FORMAT_ND ? "ND" : "FRACTAL_NZ", static_cast<int>(format));
-    // The operator reads weights as contiguous whatever their strides say.
-    if (xsdSettings()->strict && !out->contiguous())
-      return fail(kTiling,
-                  "%s has strides [%lld, %lld] for shape [%lld, %lld]: weights must be contiguous.",
-                  name, Long(out->strides[0]), Long(out->strides[1]), Long(out->dims[0]),
-                  Long(out->dims[1]));
-    if (packed) {
-      out->dims[1] *= 8;
-      out->dtype = ACL_INT4;
-      out->item_bytes = 0;
-    }
-    out->strides[0] = out->dims[1];
-    out->strides[1] = 1;
-    return kOk;
-  }
-
-  const char* mode_name() const {
-    return p_.quant == Quant::kNone ? "BF16" : p_.quant == Quant::kInt8 ? "INT8" : "INT4";
-  }
-
-  // A list whose tensors are all empty means "absent": the wrapper itself builds such dummies.
-  static bool present(const aclTensorList* list) {
-    if (list == nullptr) return false;
-    if (xsdTensorListAlive(list) == 0)
-      return true;  // not a list at all: certainly not an empty one
-    for (const aclTensor* tensor : list->items)
-      if (present(tensor)) return true;
-    return false;
-  }
-
-  static bool present(const aclTensor* tensor) {
-    if (tensor == nullptr) return false;
-    if (xsdTensorAlive(tensor) == 0) return true;
-    for (int64_t dim : tensor->view_dims)
-      if (dim == 0) return false;
-    return true;
-  }
-
-  aclnnStatus optionals() {
-    const char* const shared[6] = {"sharedWeight1",       "sharedWeight2", "sharedWeightScales1",
-                                   "sharedWeightScales2", "sharedBias1",   "sharedBias2"};
-    for (int i = 0; i < 6; ++i)
-      if (present(args_.shared[i]))
-        return fail(kTiling, "%s is given; this library has no shared experts, pass NULL.",
-                    shared[i]);
-    if (present(args_.mask_buffer))
-      return fail(kTiling, "maskBuffer is given; this library cannot skip ranks, pass NULL.");
-    if (present(args_.scales))
-      return fail(kTiling, "scales is given; it belongs to pre-quantised x, pass NULL.");
-    aclnnStatus s;
-    if ((s = column_lists()) != kOk) return s;
-    if (!present(args_.x_active_mask)) return kOk;
-    if ((s = view(args_.x_active_mask, "x_active_mask", 1, &p_.mask)) != kOk) return s;
-    if ((s = dtype(p_.mask, ACL_INT8, "INT8 (2)")) != kOk) return s;
-    p_.has_mask = true;
-    return same("length of x_active_mask", p_.mask.dims[0], "bs", p_.tokens);
-  }
-
-  // Scales and biases: one tensor per expert, one element per column of its weight.
-  aclnnStatus column_lists() {
-    const struct {
-      const aclTensorList* list;
-      const char* name;
-      bool wanted;
-      aclDataType dtype;
-      const char* type_name;
-      int64_t columns;
-      std::vector<View>* out;
-    } lists[4] = {
-        {args_.weight_scales1, "weightScales1", p_.quant != Quant::kNone, ACL_UINT64, "UINT64 (10)",
-         2 * p_.inter, &p_.scales1},
-        {args_.weight_scales2, "weightScales2", p_.quant != Quant::kNone, ACL_UINT64, "UINT64 (10)",
-         p_.hidden, &p_.scales2},
-        {args_.bias1, "bias1", p_.quant == Quant::kInt4, ACL_FLOAT, "FLOAT (0)", 2 * p_.inter,
-         &p_.bias1},
-        {args_.bias2, "bias2", p_.quant == Quant::kInt4, ACL_FLOAT, "FLOAT (0)", p_.hidden,
-         &p_.bias2}};
-    for (const auto& one : lists) {
-      if (!present(one.list)) {
-        if (!one.wanted) continue;
-        return fail(kTiling, "%s is absent; %s weights need it: %lld tensors of %s [%lld].", one.name,
-                    mode_name(), Long(p_.local_experts), one.type_name, Long(one.columns));
-      }
-      if (!one.wanted)
-        return fail(kTiling, "%s is given; it must be absent for %s weights.", one.name, mode_name());
-      aclnnStatus s;
-      if ((s = live(one.list, one.name)) != kOk) return s;
-      char length[48];
-      std::snprintf(length, sizeof length, "length of %s", one.name);
-      if ((s = same(length, static_cast<int64_t>(one.list->items.size()), "length of weight1",
-                    p_.local_experts)) != kOk)
-        return s;
-      one.out->resize(one.list->items.size());
-      for (size_t e = 0; e < one.out->size(); ++e) {
-        View& v = (*one.out)[e];
-        char name[32];
-        std::snprintf(name, sizeof name, "%s[%zu]", one.name, e);
-        if ((s = view(one.list->items[e], name, 1, &v)) != kOk) return s;
-        v.name = one.name;
-        if (v.dtype != one.dtype)
-          return fail(kTiling, "%s has data type %d; allowed: %s.", name, static_cast<int>(v.dtype),
-                      one.type_name);
-        // The operator checks the length of biases only and would read past shorter scales.
-        if ((s = same(name, v.dims[0], "columns of its weight", one.columns)) != kOk) return s;
-        if (v.strides[0] != 1)
-          return fail(kTiling, "%s has stride %lld: it must be contiguous.", name, Long(v.strides[0]));
-      }
-    }
-    return kOk;
-  }
-
-  aclnnStatus sizes() {
-    aclnnStatus s;
-    if ((s = range("moe_expert_num", args_.moe_expert_num, 1, limits_->experts_max)) != kOk)
-      return s;
-    const int64_t ep = args_.ep_world_size;
-    if (ep < 2 || ep > limits_->ranks_max || (ep & (ep - 1)) != 0)
-      return fail(kTiling,
-                  "ep_world_size=%lld is not accepted: powers of two in 2..%lld (profile %s, %s).",
-                  Long(ep), Long(limits_->ranks_max), limits_->profile, soc_name());
-    if ((s = range("max_recv_token_num", args_.max_recv_token_num, 0, INT32_MAX)) != kOk) return s;
-    const int64_t most = args_.num_max_tokens_per_rank;
-    if (most != 0 && (most < p_.tokens || most > limits_->tokens_max))
-      return fail(kTiling, "num_max_tokens_per_rank=%lld is not accepted: 0, or bs=%lld..%lld.",
-                  Long(most), Long(p_.tokens), Long(limits_->tokens_max));
-    p_.ranks = ep;
-    p_.moe_expert_num = args_.moe_expert_num;
-    p_.ccl_buffer_size = args_.ccl_buffer_size;
-    p_.max_recv = args_.max_recv_token_num;
-    if (p_.max_recv == 0)
-      p_.max_recv = p_.tokens * ep * (p_.topk < p_.local_experts ? p_.topk : p_.local_experts);
-    return kOk;
-  }
-
-  aclnnStatus quantisation() {
-    const bool quantised = p_.quant != Quant::kNone;
-    if (args_.dispatch_quant_mode != (quantised ? 2 : 0))
-      return fail(kTiling, "dispatch_quant_mode=%lld is not accepted: %s for %s weights.",
-                  Long(args_.dispatch_quant_mode), quantised ? "2 (int8 per token)" : "0",
-                  mode_name());
-    const int64_t type = args_.dispatch_quant_out_dtype;
-    if (type != 28 && type != (quantised ? ACL_INT8 : ACL_BF16))
-      return fail(kTiling, "dispatch_quant_out_dtype=%lld is not accepted: %s.", Long(type),
-                  quantised ? "2 (INT8)" : "28 (undefined) or 27 (BF16)");
-    if (args_.combine_quant_mode != 0)
-      return fail(kTiling, "combine_quant_mode=%lld is not accepted: 0.",
-                  Long(args_.combine_quant_mode));
-    if (args_.topk_weights_type != 0)
-      return fail(kTiling, "topk_weights_type=%lld is not accepted: 0.",
-                  Long(args_.topk_weights_type));
-    return kOk;
-  }
-
-  aclnnStatus activation() {
-    if (args_.activation == nullptr) return fail(kTiling, "activation is null; pass \"swiglu\".");
-    if (std::strcmp(args_.activation, "swiglu") != 0)
-      return fail(kTiling, "activation=\"%.64s\" is not accepted: \"swiglu\".", args_.activation);
-    if (args_.num_activation_params > 1)
-      return fail(kTiling, "activation_params has %lld values; swiglu takes none or [clamp].",
-                  Long(args_.num_activation_params));
-    const float clamp = args_.activation_clamp;
-    if (std::isnan(clamp) || clamp < 0.0f)
-      return fail(kTiling,
-                  "activation_clamp=%g is not accepted: 0 or greater (0 or FLT_MAX = no clamp).",
-                  static_cast<double>(clamp));
-    p_.clamp = clamp >= FLT_MAX ? 0.0f : clamp;
-    return kOk;
-  }
-
-  aclnnStatus outputs() {
-    aclnnStatus s;
-    if ((s = view(args_.y, "y", 2, &p_.y)) != kOk) return s;
-    if ((s = dtype(p_.y, ACL_BF16, "BF16 (27), as x")) != kOk) return s;
-    if ((s = same("y rows", p_.y.dims[0], "bs", p_.tokens)) != kOk) return s;
-    if ((s = same("y columns", p_.y.dims[1], "H", p_.hidden)) != kOk) return s;
-    if ((s = view(args_.expert_token_nums, "expert_token_nums", 1, &p_.expert_token_nums)) != kOk)
-      return s;
-    if ((s = dtype(p_.expert_token_nums, ACL_INT32, "INT32 (3)")) != kOk) return s;
-    return same("length of expert_token_nums", p_.expert_token_nums.dims[0], "experts per rank",
-                p_.local_experts);
-  }
-
-  aclnnStatus platform() {
-    const char* soc = soc_name();
-    if (std::strncmp(soc, "Ascend910_93", 12) == 0) return kOk;
-    if (std::strncmp(soc, "Ascend910B", 10) == 0)
-      return fail(kNoKernel,
-                  "no MegaMoe kernel for %s in this library: only Ascend910_93 is modelled.", soc);
-    return fail(kTiling, "platform %s is not accepted: Ascend910_93, Ascend910B.", soc);
-  }
-
-  aclnnStatus ccl_size() {
-    const int64_t need = window_need(p_.tokens, p_.topk, p_.hidden, p_.ranks, p_.quant);
-    if (p_.ccl_buffer_size / 2 >= need) return kOk;
-    return fail(
-        kTiling,
-        "ccl_buffer_size=%lld is too small: bs=%lld, K=%lld, H=%lld, EP=%lld need %lld bytes "
-        "(twice "
-        "%lld). Create the communicator with a buffer of at least %lld MB (HCCL_BUFFSIZE) or "
-        "pass fewer tokens.",
-        Long(p_.ccl_buffer_size), Long(p_.tokens), Long(p_.topk), Long(p_.hidden), Long(p_.ranks),
-        Long(2 * need), Long(need), Long((need + (1 << 20) - 1) >> 20));
-  }
-
-  // Choice of the kernel, after all other checks.
-  aclnnStatus kernel() {
-    if (p_.quant == Quant::kNone || args_.dispatch_quant_out_dtype == ACL_INT8) return kOk;
-    return fail(kTiling, "dispatch_quant_out_dtype=%lld must be INT8 (2) in quant mode.",
-                Long(args_.dispatch_quant_out_dtype));
-  }
-
-  aclnnStatus workspace() {
-    const uint64_t slots = static_cast<uint64_t>(p_.tokens * p_.topk);
-    const uint64_t matrix = static_cast<uint64_t>(p_.ranks * (p_.ranks * p_.local_experts + 1));
-    const uint64_t wide = static_cast<uint64_t>(std::max(p_.hidden, 2 * p_.inter));
-    const uint64_t deep = static_cast<uint64_t>(std::max(p_.hidden, p_.inter));
-    WorkspacePlan& plan = p_.plan;
-    uint64_t end = 0;
-    auto reserve = [&end](uint64_t bytes) {
-      const uint64_t start = end;
-      end = (end + bytes + 63) / 64 * 64;
-      return start;
-    };
-    plan.ids = reserve(slots * 4);
-    plan.position = reserve(slots * 4);
-    plan.counts = reserve(matrix * 4);
-    plan.first_row = reserve(matrix * 4);
-    const bool quantised = p_.quant != Quant::kNone;
-    if (!quantised)
-      plan.gate_up =
-          reserve(static_cast<uint64_t>(p_.max_recv) * static_cast<uint64_t>(2 * p_.inter) * 2);
-    plan.tile_in = reserve(kTileRows * deep * 4);
-    plan.tile_out = reserve(kTileRows * wide * 4);
-    if (quantised) {
-      plan.rows = reserve(2 * kTileRows * deep);
-      plan.scales = reserve(kTileRows * 4);
-      plan.sums = reserve(2 * kTileRows * wide * 4);
-      if (p_.quant == Quant::kInt4) plan.group = reserve(64 * deep);
-    }
-    plan.bytes = end;
-    return kOk;
-  }
-
-  const Args& args_;
-  Problem& p_;
-  const Limits* limits_ = nullptr;
-};
-
 }  // namespace
+
+const char* soc_name() {
+  const char* soc = aclrtGetSocName();
+  return soc == nullptr ? "" : soc;
+}
+
+aclnnStatus Tiling::operator()() {
+  limits_ = find_limits();
+  if (limits_ == nullptr)
+    return fail(kTiling, "XSD_MEGAMOE_PROFILE=\"%s\" is not known (seed, 9.1.0).",
+                profile_name());
+  using Step = aclnnStatus (Tiling::*)();
+  const Step steps[] = {&Tiling::comm_alg,   &Tiling::tokens,   &Tiling::weights,
+                        &Tiling::optionals,  &Tiling::sizes,    &Tiling::quantisation,
+                        &Tiling::activation, &Tiling::outputs,  &Tiling::platform,
+                        &Tiling::ccl_size,   &Tiling::kernel,   &Tiling::workspace};
+  for (Step step : steps) {
+    const aclnnStatus status = (this->*step)();
+    if (status != kOk) return status;
+  }
+  return kOk;
+}
+
+aclnnStatus Tiling::comm_alg() {
+  if (args_.comm_alg == nullptr) return fail(kTiling, "comm_alg is null; pass an empty string.");
+  if (args_.comm_alg[0] != '\0')
+    return fail(kTiling, "comm_alg=\"%.64s\" is not accepted; the only value is an empty string.",
+                args_.comm_alg);
+  return kOk;
+}
+
+// Copies the description of a live tensor; says what is wrong with a dead or empty one.
+aclnnStatus Tiling::view(const aclTensor* tensor, const char* name, size_t rank, View* out) {
+  if (xsdTensorAlive(tensor) == 0)
+    return fail(kInvalid, "%s=%p is not a live aclTensor.", name,
+                static_cast<const void*>(tensor));
+  if (tensor->view_dims.size() != rank)
+    return fail(kTiling, "%s must be %zu-dimension, got %zu", name, rank,
+                tensor->view_dims.size());
+  out->name = name;
+  out->dtype = tensor->dtype;
+  const int64_t bits = static_cast<int64_t>(xsdDtypeBits(tensor->dtype));
+  out->item_bytes = bits / 8;
+  for (size_t i = 0; i < rank; ++i) {
+    out->dims[i] = tensor->view_dims[i];
+    out->strides[i] = tensor->strides[i];
+  }
+  if (out->dims[0] > 0 && out->dims[1] > 0 && tensor->data == nullptr)
+    return fail(kInvalid, "%s has no data address.", name);
+  out->data = static_cast<char*>(tensor->data) + tensor->offset * bits / 8;
+  return kOk;
+}
+
+aclnnStatus Tiling::dtype(const View& view, aclDataType allowed, const char* text) {
+  if (view.dtype == allowed) return kOk;
+  return fail(kTiling, "%s has data type %d; allowed: %s.", view.name,
+              static_cast<int>(view.dtype), text);
+}
+
+aclnnStatus Tiling::range(const char* what, int64_t value, int64_t low, int64_t high, int64_t step) {
+  if (value >= low && value <= high && value % step == 0) return kOk;
+  return fail(kTiling, "%s=%lld is not accepted: %lld..%lld in steps of %lld (profile %s, %s).",
+              what, Long(value), Long(low), Long(high), Long(step), limits_->profile, soc_name());
+}
+
+aclnnStatus Tiling::tokens() {
+  aclnnStatus s;
+  if ((s = view(args_.context, "context", 1, &p_.context)) != kOk) return s;
+  if ((s = dtype(p_.context, ACL_INT32, "INT32 (3)")) != kOk) return s;
+  if ((s = view(args_.x, "x", 2, &p_.x)) != kOk) return s;
+  if ((s = dtype(p_.x, ACL_BF16, "BF16 (27)")) != kOk) return s;
+  p_.tokens = p_.x.dims[0];
+  p_.hidden = p_.x.dims[1];
+  if ((s = range("bs (rows of x)", p_.tokens, 1, limits_->tokens_max)) != kOk) return s;
+  if ((s = range("H (columns of x)", p_.hidden, limits_->hidden_min, limits_->hidden_max,
+                 limits_->hidden_step)) != kOk)
+    return s;
+  if ((s = view(args_.topk_ids, "topk_ids", 2, &p_.topk_ids)) != kOk) return s;
+  if ((s = dtype(p_.topk_ids, ACL_INT32, "INT32 (3)")) != kOk) return s;
+  p_.topk = p_.topk_ids.dims[1];
+  if ((s = same("topk_ids rows", p_.topk_ids.dims[0], "bs", p_.tokens)) != kOk) return s;
+  if ((s = range("K (columns of topk_ids)", p_.topk, 1, limits_->topk_max)) != kOk) return s;
+  if ((s = view(args_.topk_weights, "topk_weights", 2, &p_.topk_weights)) != kOk) return s;
+  if (p_.topk_weights.dtype != ACL_BF16 &&
+      (s = dtype(p_.topk_weights, ACL_FLOAT, "FLOAT (0), BF16 (27)")) != kOk)
+    return s;
+  if ((s = same("topk_weights rows", p_.topk_weights.dims[0], "bs", p_.tokens)) != kOk) return s;
+  return same("topk_weights columns", p_.topk_weights.dims[1], "K", p_.topk);
+}
+
+aclnnStatus Tiling::same(const char* what, int64_t value, const char* other, int64_t wanted) {
+  if (value == wanted) return kOk;
+  return fail(kTiling, "%s=%lld must equal %s=%lld.", what, Long(value), other, Long(wanted));
+}
+
+aclnnStatus Tiling::sizes() {
+  aclnnStatus s;
+  if ((s = range("moe_expert_num", args_.moe_expert_num, 1, limits_->experts_max)) != kOk)
+    return s;
+  const int64_t ep = args_.ep_world_size;
+  if (ep < 2 || ep > limits_->ranks_max || (ep & (ep - 1)) != 0)
+    return fail(kTiling,
+                "ep_world_size=%lld is not accepted: powers of two in 2..%lld (profile %s, %s).",
+                Long(ep), Long(limits_->ranks_max), limits_->profile, soc_name());
+  if ((s = range("max_recv_token_num", args_.max_recv_token_num, 0, INT32_MAX)) != kOk) return s;
+  const int64_t most = args_.num_max_tokens_per_rank;
+  if (most != 0 && (most < p_.tokens || most > limits_->tokens_max))
+    return fail(kTiling, "num_max_tokens_per_rank=%lld is not accepted: 0, or bs=%lld..%lld.",
+                Long(most), Long(p_.tokens), Long(limits_->tokens_max));
+  p_.ranks = ep;
+  p_.moe_expert_num = args_.moe_expert_num;
+  p_.ccl_buffer_size = args_.ccl_buffer_size;
+  p_.max_recv = args_.max_recv_token_num;
+  if (p_.max_recv == 0)
+    p_.max_recv = p_.tokens * ep * (p_.topk < p_.local_experts ? p_.topk : p_.local_experts);
+  return kOk;
+}
+
+aclnnStatus Tiling::quantisation() {
+  const bool quantised = p_.quant != Quant::kNone;
+  if (args_.dispatch_quant_mode != (quantised ? 2 : 0))
+    return fail(kTiling, "dispatch_quant_mode=%lld is not accepted: %s for %s weights.",
+                Long(args_.dispatch_quant_mode), quantised ? "2 (int8 per token)" : "0",
+                mode_name());
+  const int64_t type = args_.dispatch_quant_out_dtype;
+  if (type != 28 && type != (quantised ? ACL_INT8 : ACL_BF16))
+    return fail(kTiling, "dispatch_quant_out_dtype=%lld is not accepted: %s.", Long(type),
+                quantised ? "2 (INT8)" : "28 (undefined) or 27 (BF16)");
+  if (args_.combine_quant_mode != 0)
+    return fail(kTiling, "combine_quant_mode=%lld is not accepted: 0.",
+                Long(args_.combine_quant_mode));
+  if (args_.topk_weights_type != 0)
+    return fail(kTiling, "topk_weights_type=%lld is not accepted: 0.",
+                Long(args_.topk_weights_type));
+  return kOk;
+}
+
+aclnnStatus Tiling::activation() {
+  if (args_.activation == nullptr) return fail(kTiling, "activation is null; pass \"swiglu\".");
+  if (std::strcmp(args_.activation, "swiglu") != 0)
+    return fail(kTiling, "activation=\"%.64s\" is not accepted: \"swiglu\".", args_.activation);
+  if (args_.num_activation_params > 1)
+    return fail(kTiling, "activation_params has %lld values; swiglu takes none or [clamp].",
+                Long(args_.num_activation_params));
+  const float clamp = args_.activation_clamp;
+  if (std::isnan(clamp) || clamp < 0.0f)
+    return fail(kTiling,
+                "activation_clamp=%g is not accepted: 0 or greater (0 or FLT_MAX = no clamp).",
+                static_cast<double>(clamp));
+  p_.clamp = clamp >= FLT_MAX ? 0.0f : clamp;
+  return kOk;
+}
+
+aclnnStatus Tiling::outputs() {
+  aclnnStatus s;
+  if ((s = view(args_.y, "y", 2, &p_.y)) != kOk) return s;
+  if ((s = dtype(p_.y, ACL_BF16, "BF16 (27), as x")) != kOk) return s;
+  if ((s = same("y rows", p_.y.dims[0], "bs", p_.tokens)) != kOk) return s;
+  if ((s = same("y columns", p_.y.dims[1], "H", p_.hidden)) != kOk) return s;
+  if ((s = view(args_.expert_token_nums, "expert_token_nums", 1, &p_.expert_token_nums)) != kOk)
+    return s;
+  if ((s = dtype(p_.expert_token_nums, ACL_INT32, "INT32 (3)")) != kOk) return s;
+  return same("length of expert_token_nums", p_.expert_token_nums.dims[0], "experts per rank",
+              p_.local_experts);
+}
+
+aclnnStatus Tiling::platform() {
+  const char* soc = soc_name();
+  if (std::strncmp(soc, "Ascend910_93", 12) == 0) return kOk;
+  if (std::strncmp(soc, "Ascend910B", 10) == 0)
+    return fail(kNoKernel,
+                "no MegaMoe kernel for %s in this library: only Ascend910_93 is modelled.", soc);
+  return fail(kTiling, "platform %s is not accepted: Ascend910_93, Ascend910B.", soc);
+}
+
+aclnnStatus Tiling::ccl_size() {
+  const int64_t need = window_need(p_.tokens, p_.topk, p_.hidden, p_.ranks, p_.quant);
+  if (p_.ccl_buffer_size / 2 >= need) return kOk;
+  return fail(
+      kTiling,
+      "ccl_buffer_size=%lld is too small: bs=%lld, K=%lld, H=%lld, EP=%lld need %lld bytes "
+      "(twice "
+      "%lld). Create the communicator with a buffer of at least %lld MB (HCCL_BUFFSIZE) or "
+      "pass fewer tokens.",
+      Long(p_.ccl_buffer_size), Long(p_.tokens), Long(p_.topk), Long(p_.hidden), Long(p_.ranks),
+      Long(2 * need), Long(need), Long((need + (1 << 20) - 1) >> 20));
+}
+
+// Choice of the kernel, after all other checks.
+aclnnStatus Tiling::kernel() {
+  if (p_.quant == Quant::kNone || args_.dispatch_quant_out_dtype == ACL_INT8) return kOk;
+  return fail(kTiling, "dispatch_quant_out_dtype=%lld must be INT8 (2) in quant mode.",
+              Long(args_.dispatch_quant_out_dtype));
+}
+
+aclnnStatus Tiling::workspace() {
+  const uint64_t slots = static_cast<uint64_t>(p_.tokens * p_.topk);
+  const uint64_t matrix = static_cast<uint64_t>(p_.ranks * (p_.ranks * p_.local_experts + 1));
+  const uint64_t wide = static_cast<uint64_t>(std::max(p_.hidden, 2 * p_.inter));
+  const uint64_t deep = static_cast<uint64_t>(std::max(p_.hidden, p_.inter));
+  WorkspacePlan& plan = p_.plan;
+  uint64_t end = 0;
+  auto reserve = [&end](uint64_t bytes) {
+    const uint64_t start = end;
+    end = (end + bytes + 63) / 64 * 64;
+    return start;
+  };
+  plan.ids = reserve(slots * 4);
+  plan.position = reserve(slots * 4);
+  plan.counts = reserve(matrix * 4);
+  plan.first_row = reserve(matrix * 4);
+  const bool quantised = p_.quant != Quant::kNone;
+  if (!quantised)
+    plan.gate_up =
+        reserve(static_cast<uint64_t>(p_.max_recv) * static_cast<uint64_t>(2 * p_.inter) * 2);
+  plan.tile_in = reserve(kTileRows * deep * 4);
+  plan.tile_out = reserve(kTileRows * wide * 4);
+  if (quantised) {
+    plan.rows = reserve(2 * kTileRows * deep);
+    plan.scales = reserve(kTileRows * 4);
+    plan.sums = reserve(2 * kTileRows * wide * 4);
+    if (p_.quant == Quant::kInt4) plan.group = reserve(64 * deep);
+  }
+  plan.bytes = end;
+  return kOk;
+}
 
 aclnnStatus tile(const Args& args, Problem* problem) { return Tiling(args, problem)(); }
 

@@ -42,9 +42,10 @@ Window::~Window() {
 int Window::open(const Problem& problem) {
   problem_ = &problem;
   const View& context = problem.context;
-  if (context.dims[0] < 4 || context.strides[0] != 1 || xsdCheckRange(context.data, 16) < 0) {
+  if (context.dims[0] < 4 || context.strides[0] != 1 || xsdCheckRange(context.data, 16) < 0 || xsdMapped(context.data, 16) == 0) {
     xsdTaskError(
-        "aclnnMegaMoe: context has %lld int32 with stride %lld; it needs at least 4, contiguous",
+        "aclnnMegaMoe: context has %lld int32 with stride %lld; it needs at least 4, contiguous, in "
+        "memory that is there",
         Long(context.dims[0]), Long(context.strides[0]));
     return kException;
   }

@@ -41,8 +41,6 @@ inline int64_t window_need(int64_t tokens, int64_t topk, int64_t hidden, int64_t
 inline int64_t row_stride(int64_t hidden, Quant quant) {
   return quant == Quant::kNone ? 2 * hidden : hidden + (quant == Quant::kInt8 ? 32 : 512);
 }
-constexpr int64_t kScaleCopies = 8;  // of the scale behind a row's values: 32 bytes
-
 
 // What all ranks of a launch must agree on; compared in strict mode.
 struct LaunchShape {

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of npu tests in forked children. Nothing here initialises the device in the parent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from support.forked import fork_ranks, values
+
+
+def child(fn: Callable[..., Any], *args: Any, deadline_s: float = 120.0) -> Any:
+    """Run `fn(device index 0's torch.device, *args)` in a child; returns what it returned."""
+    return values(fork_ranks(_body, 1, fn, args, deadline_s=deadline_s))[0]
+
+
+def _body(rank: int, folder: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    import torch
+    import torch_npu  # noqa: F401
+
+    torch.set_num_threads(1)
+    torch.npu.set_device(rank)
+    return fn(torch.device("npu", rank), *args)

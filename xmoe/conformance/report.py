@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conformance results as a table for people and as JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from xmoe.conformance.case import Case, Result, Verdict
+from xmoe.conformance.run import SOFTWARE
+
+NOTE = "software device: nothing here was run on an NPU"
+_COLOURS = {Verdict.PASS: "green", Verdict.FAIL: "red", Verdict.SKIP: "yellow"}
+_PLAIN_WIDTH = 200
+
+
+def document(device: str, ranks: int, results: Sequence[Result], seconds: float) -> dict[str, Any]:
+    """Everything a script needs."""
+    counts = Counter(result.verdict.value for result in results)
+    return {
+        "command": "conformance",
+        "device": device,
+        "note": NOTE if device == SOFTWARE else "",
+        "ranks": ranks,
+        "passed": counts["fail"] == 0,
+        "counts": {verdict.value: counts[verdict.value] for verdict in Verdict},
+        "results": [result.to_dict() for result in results],
+        "seconds": round(seconds, 2),
+    }
+
+
+def write_json(found: dict[str, Any], where: str) -> None:
+    """Write to a file, or to the standard output for "-"."""
+    text = json.dumps(found, indent=2) + "\n"
+    if where == "-":
+        sys.stdout.write(text)
+    else:
+        Path(where).write_text(text)
+
+
+def progress() -> Callable[[Result], None]:
+    """Prints each failure as it is found; a line that counts on a terminal."""
+    done = 0
+
+    def on_result(result: Result) -> None:
+        nonlocal done
+        done += 1
+        if sys.stderr.isatty():
+            print(f"\r{done} cases, {result.name:<40}", end="", file=sys.stderr, flush=True)
+
+    return on_result
+
+
+def print_list(cases: Sequence[Case]) -> None:
+    """Names and meanings."""
+    from rich.table import Table
+
+    table = Table("case", "ranks", "assumed", "who relies on it", title="conformance cases")
+    for one in cases:
+        ranks = ("all" if one.ranks else "1") + (", harmful" if one.harmful else "")
+        table.add_row(one.name, ranks, one.meaning, one.relies)
+    _console().print(table)
+
+
+def print_table(found: dict[str, Any]) -> None:
+    """The table, and one closing line."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    table = Table("case", "device", "result", "evidence or reason")
+    for one in found["results"]:
+        colour = _COLOURS[Verdict(one["verdict"])]
+        result = f"[{colour}]{one['verdict']}[/]"
+        table.add_row(one["name"], one["device"], result, escape(one["evidence"]))
+    console = _console()
+    console.print(table)
+    counts = found["counts"]
+    console.print(
+        f"{counts['pass']} passed, {counts['fail']} failed, {counts['skip']} skipped on "
+        f"{found['device']} with {found['ranks']} ranks in {found['seconds']} s"
+    )
+    if found["note"]:
+        console.print(found["note"])
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Channels: communication groups as a resource of their own, apart from slots.
+
+A slot is memory; a channel is a group's protocol. Two items in different slots may share a channel,
+and then their phases keep its rules: an order, a number of unanswered dispatches, and possibly that
+no two phases run at once. The rules turn into event waits; a schedule that would need a wait on
+something that was not issued is refused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from xmoe.errors import CommError, ConfigError
+from xmoe.pipeline.events import EventLease
+from xmoe.pipeline.items import PhaseKind
+
+
+@dataclass(frozen=True)
+class ChannelRule:
+    """The protocol of one channel.
+
+    Attributes:
+        name: as the phases spell it.
+        max_outstanding: openings without their closing, None for no limit.
+        opens, closes: the phases that do; an FFN rank opens with recv and closes with send, an
+            Attention rank opens with send and closes with recv.
+        exclusive: no two phases of the channel run at once, whatever their streams. Implies the
+            edge from a send to the next receive.
+    """
+
+    name: str
+    max_outstanding: int | None = None
+    opens: PhaseKind = PhaseKind.RECV
+    closes: PhaseKind = PhaseKind.SEND
+    exclusive: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name or (self.max_outstanding is not None and self.max_outstanding < 1):
+            raise ConfigError(
+                f"channel {self.name!r} with max_outstanding={self.max_outstanding}; allowed: a "
+                "name, and 1 or more, or None; next: correct the rule"
+            )
+
+
+class Channel:
+    """State of one channel.
+
+    Attributes:
+        sequence: phases issued so far.
+        opened, closed: how many phases of these kinds were issued.
+    """
+
+    __slots__ = ("_closings", "_last", "closed", "opened", "rule", "sequence")
+
+    def __init__(self, rule: ChannelRule) -> None:
+        self.rule = rule
+        self.sequence = 0
+        self.opened = 0
+        self.closed = 0
+        self._last: EventLease | None = None
+        self._closings: deque[EventLease] = deque(maxlen=rule.max_outstanding or 1)
+
+    @property
+    def outstanding(self) -> int:
+        """Openings whose closing was not issued; 0 where nothing is counted."""
+        return self.opened - self.closed if self.rule.max_outstanding is not None else 0
+
+    def edges(self, kind: PhaseKind) -> tuple[EventLease | None, EventLease | None]:
+        """What a phase of `kind` must wait for now: the channel's last phase, and a closing.
+
+        Raises:
+            CommError: no credit, or an answer without a dispatch. Nothing was issued.
+        """
+        rule = self.rule
+        limit = rule.max_outstanding
+        credit = None
+        if limit is not None:
+            if kind is rule.opens:
+                if self.opened - self.closed >= limit:
+                    raise self._refused(kind, f"{limit} unanswered at most")
+                needed = self.opened - limit  # number of the closing that returned this credit
+                if needed >= 0:
+                    credit = self._closings[needed - self.closed]
+            elif kind is rule.closes and self.closed >= self.opened:
+                raise self._refused(kind, f"a {rule.opens.value} before each {kind.value}")
+        return (self._last if rule.exclusive else None), credit
+
+    def commit(self, kind: PhaseKind, lease: EventLease) -> None:
+        """The phase was issued, and `lease` marks its end."""
+        self._last = lease
+        if self.rule.max_outstanding is not None:
+            if kind is self.rule.opens:
+                self.opened += 1
+            elif kind is self.rule.closes:
+                self.closed += 1
+                self._closings.append(lease)
+
+    def _refused(self, kind: PhaseKind, allowed: str) -> CommError:
+        return CommError(
+            f"channel {self.rule.name!r}: {kind.value} number {self.sequence} with "
+            f"{self.opened - self.closed} unanswered; allowed: {allowed}; next: correct the order "
+            "in which items are issued"
+        )

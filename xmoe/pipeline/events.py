@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bounded ring of device events that are recorded again and again.
+
+A device takes a wait on an event that was never recorded as "nothing to wait for", and answers
+"done" when asked about it. An event that is used again makes this worse: the earlier recording
+answers for the later one. So every use has a generation, and a lease of an event refuses to wait on
+anything but its own recording.
+"""
+
+from __future__ import annotations
+
+from xmoe.errors import ConfigError, XmoeError
+from xmoe.kernels.device import Device, Event, Stream
+
+
+class EventLease:
+    """One use of an event: taken, recorded once, waited on, given back.
+
+    Attributes:
+        stream: where it was recorded, None before.
+    """
+
+    __slots__ = ("_event", "_live", "_pool", "generation", "stream")
+
+    def __init__(self, pool: EventPool, event: Event, generation: int) -> None:
+        self._pool = pool
+        self._event = event
+        self._live = True
+        self.generation = generation
+        self.stream: Stream | None = None
+
+    @property
+    def live(self) -> bool:
+        """Not given back. What a lease that was given back marked has been observed as done."""
+        return self._live
+
+    def record(self, stream: Stream) -> None:
+        """Mark the end of what `stream` holds now. Once per lease."""
+        if not self._live or self.stream is not None:
+            raise self._misuse("recorded")
+        self._event.record(stream)
+        self.stream = stream
+
+    def wait_on(self, stream: Stream) -> None:
+        """Later work on `stream` starts after this recording. Does not block the host."""
+        if not self._live or self.stream is None:
+            raise self._misuse("waited for")
+        stream.wait_event(self._event)
+
+    def synchronize(self, timeout_s: float) -> None:
+        """Block the host until the recording is reached. Raises AclError on failure or timeout."""
+        if not self._live or self.stream is None:
+            raise self._misuse("waited for")
+        self._event.synchronize(timeout_s)
+
+    def query(self) -> bool:
+        """Whether the recording is reached."""
+        if not self._live or self.stream is None:
+            raise self._misuse("queried")
+        return self._event.query()
+
+    def give_back(self) -> None:
+        """Return the event to the ring; what it marked was observed. Twice is harmless."""
+        if self._live:
+            self._live = False
+            self._pool._return(self._event)
+
+    def _misuse(self, what: str) -> XmoeError:
+        state = "given back" if not self._live else "recorded" if self.stream else "not recorded"
+        return XmoeError(
+            f"event generation {self.generation} is {what} while it is {state}; allowed: record "
+            "once, then wait, then give back; next: this is a defect of the schedule that did it"
+        )
+
+
+class EventPool:
+    """Events of one device, made when first needed, at most `size` of them."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        if size < 1:
+            raise ConfigError(f"event ring of {size}; allowed: 1 or more; next: raise event_ring")
+        self.size = size
+        self.generation = 0
+        self._device = device
+        self._made: list[Event] = []
+        self._free: list[Event] = []
+
+    @property
+    def taken(self) -> int:
+        """Leases that are out."""
+        return len(self._made) - len(self._free)
+
+    def take(self) -> EventLease:
+        """A lease with a new generation.
+
+        Raises:
+            XmoeError: all events are out: somebody keeps leases longer than an item lives.
+        """
+        if self._free:
+            event = self._free.pop()
+        elif len(self._made) < self.size:
+            event = self._device.create_event()
+            self._made.append(event)
+        else:
+            raise XmoeError(
+                f"all {self.size} events are in use; allowed: three for each slot; next: raise "
+                "event_ring"
+            )
+        self.generation += 1
+        return EventLease(self, event, self.generation)
+
+    def _return(self, event: Event) -> None:
+        self._free.append(event)
+
+    def close(self) -> None:
+        """Release all events, also those that are out. Twice is harmless."""
+        self._free.clear()
+        while self._made:
+            self._made.pop().close()

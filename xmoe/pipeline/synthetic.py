@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model made of timed test kernels: runs the loops where there is no real one.
+
+FFN: a row of global expert e becomes row * (0.9 + 0.05 * (layer mod 4) + 0.1 * e / E); without a
+gate on this side e is 0. Attention: row * (1.0 or 1.0625). So a row that went to a wrong expert,
+layer or stage shows in the result. Kernels hold cores for a given time; that time is ours, no
+operator's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from xmoe.pipeline.adapters.base import AttentionOutput, FfnInput
+
+
+class TimedKernels(Protocol):
+    """The software device's test kernel."""
+
+    def timed_kernel(
+        self,
+        *,
+        stream: int,
+        microseconds: int,
+        vector_cores: int = 0,
+        cube_cores: int = 0,
+        tag: int = -1,
+        rows: Tensor | None = None,
+        scales: Tensor | None = None,
+        tokens_per_expert: Tensor | None = None,
+        out: Tensor | None = None,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None: ...
+
+
+def expert_factor(layer: int, expert: int, num_experts: int) -> float:
+    """What the FFN multiplies a row of `expert` by."""
+    return 0.9 + 0.05 * (layer % 4) + 0.1 * expert / num_experts
+
+
+def attention_factor(layer: int, stage: int) -> float:
+    """What Attention multiplies a row by."""
+    return 1.0 if (layer + stage) % 2 else 1.0625
+
+
+@dataclass(frozen=True)
+class SyntheticFfn:
+    """Experts [first_expert, ...) of `num_experts`."""
+
+    kernels: TimedKernels
+    num_experts: int
+    first_expert: int = 0
+    microseconds: int = 100
+    vector_cores: int = 8
+
+    def compute(self, item: FfnInput, out: Tensor, stream: int) -> None:
+        """See FfnModel."""
+        share = 0.1 / self.num_experts
+        alpha = 3.0 if item.shared else expert_factor(item.layer, 0, 1) + share * self.first_expert
+        self.kernels.timed_kernel(
+            stream=stream,
+            microseconds=self.microseconds,
+            vector_cores=self.vector_cores,
+            tag=item.layer,
+            rows=item.hidden_states,
+            scales=item.scales,
+            tokens_per_expert=item.tokens_per_expert,
+            out=out,
+            alpha=alpha,
+            beta=share if item.tokens_per_expert is not None else 0.0,
+        )
+
+
+def route(
+    seed: int, layer: int, stage: int, tokens: int, topk: int, num_experts: int, routing: str
+) -> tuple[Tensor, Tensor]:
+    """topk_ids int32 and topk_weights float32 of one batch: "mixed", "skewed", "one" or "low".
+
+    skewed: most tokens to a few experts; one: all to the last; low: all to the first `topk`, so
+    that the FFN ranks above have none.
+    """
+    generator = torch.Generator().manual_seed(seed * 7919 + layer * 31 + stage)
+    score = torch.rand(tokens, num_experts, generator=generator)
+    if routing == "skewed":
+        score -= torch.arange(num_experts) * 0.2
+    ids = score.argsort(dim=1, descending=True)[:, :topk].to(torch.int32)
+    if routing == "low":
+        ids = torch.arange(topk, dtype=torch.int32).repeat(tokens, 1)
+    elif routing == "one":
+        ids = torch.full_like(ids, num_experts - 1)
+    weights = torch.rand(tokens, topk, generator=generator) + 0.5
+    return ids.contiguous(), (weights / weights.sum(dim=1, keepdim=True)).contiguous()
+
+
+@dataclass(frozen=True)
+class SyntheticAttention:
+    """Multiplies rows, and routes them where the connector's gate is on this side."""
+
+    kernels: TimedKernels
+    seed: int
+    topk: int
+    num_experts: int
+    gate: bool
+    routing: str = "mixed"
+    microseconds: int = 100
+    vector_cores: int = 8
+
+    def compute(
+        self, hidden_states: Tensor, layer: int, stage: int, stream: int
+    ) -> AttentionOutput:
+        """See AttentionModel."""
+        out = torch.empty_like(hidden_states)
+        self.kernels.timed_kernel(
+            stream=stream,
+            microseconds=self.microseconds,
+            vector_cores=self.vector_cores,
+            tag=layer,
+            rows=hidden_states,
+            out=out,
+            alpha=attention_factor(layer, stage),
+        )
+        if not self.gate:
+            return AttentionOutput(out)
+        tokens = hidden_states.shape[0]
+        ids, weights = route(
+            self.seed, layer, stage, tokens, self.topk, self.num_experts, self.routing
+        )
+        return AttentionOutput(out, ids, weights)
