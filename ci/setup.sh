@@ -5,6 +5,7 @@
 #
 #   XMOE_VENV     where the environment lives (default .venv in the checkout)
 #   XMOE_PYTHON   interpreter to make it with (default python3)
+#   XMOE_EXTRAS   extras of the package to install (default test)
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -34,7 +35,7 @@ done
 [ -x "$venv/bin/python" ] || { say "environment $venv"; "$python" -m venv "$venv"; }
 
 # Installed already for exactly this checkout and these files? Then pip has nothing to do.
-want=$(cat ci/constraints.txt ci/setup.sh pyproject.toml setup.py | cksum | cut -d' ' -f1)-$root
+want=$(cat ci/constraints.txt ci/setup.sh pyproject.toml setup.py | cksum | cut -d' ' -f1)-$root-${XMOE_EXTRAS:-test}
 stamp=$venv/.xmoe-installed
 if [ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]; then
   pip=("$venv/bin/python" -m pip --disable-pip-version-check -qq)
@@ -45,7 +46,7 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]; then
   "${pip[@]}" install --no-compile -c ci/constraints.txt torch
   "${pip[@]}" install --no-compile -c ci/constraints.txt setuptools cffi
   say "xmoe, editable"
-  "${pip[@]}" install --no-compile -c ci/constraints.txt --no-build-isolation -e '.[test]'
+  "${pip[@]}" install --no-compile -c ci/constraints.txt --no-build-isolation -e ".[${XMOE_EXTRAS:-test}]"
   printf '%s' "$want" >"$stamp"
 fi
 say "native parts (only what changed)"

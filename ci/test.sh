@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Install, check and test: `bash ci/test.sh [GROUP...]`, groups check unit contract ep (default: all). Each
+# Install, check and test: `bash ci/test.sh [GROUP...]`, groups check unit contract ep (default: these) and npu. Each
 # group runs in its own pytest process. Exit code 0 only if all passed.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -8,7 +8,7 @@ cd "$root"
 [ $# -gt 0 ] || set -- check unit contract ep
 for group in "$@"; do
   [ "$group" = check ] || [ -d "tests/$group" ] || {
-    echo "ci/test.sh: unknown group '$group'; allowed: check unit contract ep" >&2
+    echo "ci/test.sh: unknown group '$group'; allowed: check unit contract ep npu" >&2
     exit 2
   }
 done
@@ -25,6 +25,8 @@ for group in "$@"; do
   echo "== $group"
   if [ "$group" = check ]; then
     bash ci/check.sh || status=1
+  elif [ "$group" = npu ]; then
+    bash ci/npu.sh --junitxml="$results/$group.xml" --durations=5 || status=1
   else
     # The script, not `python -m pytest`: that would put this folder onto sys.path.
     "$bin/pytest" "tests/$group" --junitxml="$results/$group.xml" --durations=5 || status=1

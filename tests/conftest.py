@@ -41,8 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("XSD_SHM_PREFIX", SHM_PREFIX)
     # Ranks of all tests share one probe of each library's ABI variant.
-    config.stash[_probes] = tempfile.mkdtemp(prefix="xmoe-test-probes-")
-    os.environ.setdefault("XMOE_ABI_CACHE", config.stash[_probes])
+    if "XMOE_ABI_CACHE" not in os.environ:  # a session inside a session uses the outer one's
+        config.stash[_probes] = tempfile.mkdtemp(prefix="xmoe-test-probes-")
+        os.environ["XMOE_ABI_CACHE"] = config.stash[_probes]
     # Output capture has its own file behind 2 while a test runs; stacks must reach the real one.
     config.stash[_stderr] = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
     config.stash[_problems] = []
@@ -50,7 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    shutil.rmtree(config.stash[_probes], ignore_errors=True)
+    if _probes in config.stash:
+        shutil.rmtree(config.stash[_probes], ignore_errors=True)
     os.close(config.stash[_stderr])
 
 

@@ -46,9 +46,12 @@ class XmoeConfig:
     max_tokens_per_rank: int = 512
     profile: str | None = None
     abi_variant: str | None = None
+    reuse_executor: bool = False
     validate_ids: str = "checked"
     fence_timeout_s: float = 60.0
     step_timeout_s: float = 120.0
+    split_streams: str = "serial"
+    split_chunk_tokens: int = 128
     ccl_buffer_mb: int | None = None
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 

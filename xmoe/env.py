@@ -190,6 +190,14 @@ VARIABLES: tuple[Variable, ...] = (
         None,
     ),
     Variable(
+        "XMOE_REUSE_EXECUTOR",
+        "keep the vendor's op_executor of mega_moe for all launches of one shape; only for an "
+        "operator known to allow it, which CANN's documents leave open",
+        BOOLEAN,
+        False,
+        "reuse_executor",
+    ),
+    Variable(
         "XMOE_VALIDATE_IDS",
         "checked: expert ids are tested for range and duplicates before each launch",
         choice("checked", "unchecked"),
@@ -209,6 +217,21 @@ VARIABLES: tuple[Variable, ...] = (
         seconds(),
         120.0,
         "step_timeout_s",
+    ),
+    Variable(
+        "XMOE_SPLIT_STREAMS",
+        "fused_moe's dispatch, experts and combine: serial, or overlap in chunks on three streams; "
+        "the same bits with XMOE_DETERMINISTIC",
+        choice("serial", "overlap"),
+        "serial",
+        "split_streams",
+    ),
+    Variable(
+        "XMOE_SPLIT_CHUNK_TOKENS",
+        "overlap: tokens of a chunk on the rank that has most; all ranks have as many chunks",
+        integer(1),
+        128,
+        "split_chunk_tokens",
     ),
     Variable(
         "XMOE_CCL_BUFFER_MB",

@@ -4,6 +4,7 @@
 from xmoe.pipeline.channels import ChannelRule
 from xmoe.pipeline.executor import ExecutorOptions, StreamExecutor, Ticket
 from xmoe.pipeline.items import Phase, PhaseContext, PhaseKind, TraceEntry, WorkItem
+from xmoe.pipeline.schedules import prefetch
 
 __all__ = [
     "ChannelRule",
@@ -15,4 +16,5 @@ __all__ = [
     "Ticket",
     "TraceEntry",
     "WorkItem",
+    "prefetch",
 ]

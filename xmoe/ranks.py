@@ -16,7 +16,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -93,6 +93,7 @@ def run_ranks(
     on_report: OnReport | None = None,
     on_start: Callable[[int], None] | None = None,
     threads: int = 1,
+    environ: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Run `fn(context, *args)` in `size` forked ranks and return their results by rank. Local.
 
@@ -102,6 +103,7 @@ def run_ranks(
         on_report: called in this process for each report (rank, phase, details).
         on_start: called in this process with each rank's process id.
         threads: torch threads per rank.
+        environ: variables that the ranks have besides this process's.
 
     Raises:
         RanksFailed: a rank raised, died or stayed silent. All ranks are gone when it is raised.
@@ -119,7 +121,7 @@ def run_ranks(
                 parent, child = context.Pipe()
                 process = context.Process(
                     target=_child,
-                    args=(fn, rank, size, store_path, child, threads, os.getpid(), args),
+                    args=(fn, rank, size, store_path, child, threads, os.getpid(), dict(environ or {}), args),
                     name=f"xmoe-rank-{rank}",
                     daemon=True,
                 )
@@ -254,6 +256,7 @@ def _child(
     conn: Connection,
     threads: int,
     parent_pid: int,
+    environ: Mapping[str, str],
     args: tuple[object, ...],
 ) -> None:
     # A parent that is killed can't clean up; the kernel then ends its ranks.
@@ -261,6 +264,7 @@ def _child(
     if os.getppid() != parent_pid:
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    os.environ.update(environ)
     try:
         import torch
 

@@ -222,6 +222,7 @@ class MoeRunner:
                     symbols=self._device.runtime.require_mega_moe(self.config.abi_variant),
                     activation=self.shape.activation,
                     activation_clamp=self.shape.activation_clamp,
+                    reuse_executor=self.config.reuse_executor,
                 )
             self._layers.callback(fused.close)
         return _Layer(self, weights, index, fused)

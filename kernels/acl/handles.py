@@ -59,7 +59,8 @@ class OwnedHandle:
         handle = self._handle
         if handle is None:
             raise ConfigError(
-                f"{type(self).__name__} is closed; allowed: an open one; keep it open until its last use"
+                f"{type(self).__name__} is closed; allowed: an open one; "
+                f"keep it open until its last use"
             )
         return handle
 
@@ -313,6 +314,12 @@ class TensorDesc(OwnedHandle):
             )
         if not isinstance(self.ptr, int) or self.ptr < 0 or self.ptr >= 1 << 64:
             raise ConfigError(f"tensor address {self.ptr!r}; allowed: a 64-bit address; pass one")
+        if numel == 0 and max(self.strides, default=0) > _INT64_MAX:
+            # With elements, the storage is too large by then and was refused above.
+            raise ConfigError(
+                f"tensor of shape {self.shape} has strides {self.strides}; allowed: below 2**63; "
+                "correct the shape"
+            )
         if self.ptr == 0 and numel > 0:
             raise ConfigError(
                 f"tensor of shape {self.shape} has a null pointer; allowed: null only without "
@@ -329,7 +336,8 @@ class TensorDesc(OwnedHandle):
         pointer = self._take()
         if pointer is None:
             raise ConfigError(
-                f"{type(self).__name__} is closed; allowed: an open one; keep it open until its last use"
+                f"{type(self).__name__} is closed; allowed: an open one; "
+                f"keep it open until its last use"
             )
         return pointer
 

@@ -91,8 +91,9 @@ def measure(ways: dict[str, tuple[Any, int]], rounds: int) -> dict[str, dict[str
 
 @contextlib.contextmanager
 def host_case() -> Iterator[Any]:
-    import launch_build
     from launch_contenders import Case
+
+    from support import launch_build
 
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         root = launch_build.toolkit(Path(scratch) / "cann")
@@ -126,8 +127,9 @@ def npu_case() -> Iterator[Any]:
 
 def run(adaptor: str, rounds: int) -> dict[str, Any]:
     """All ways on one adaptor, in this process."""
-    import launch_build
     from launch_contenders import macro_path, naive_cffi, naive_ctypes, ours
+
+    from support import launch_build
 
     module = launch_build.macro_module()
     case_of = {"host": host_case, "npu": npu_case}[adaptor]
@@ -186,8 +188,7 @@ def child(adaptor: str, rounds: int) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as scratch:
         if adaptor == "npu":
-            import launch_build
-
+            from support import launch_build
             from xmoe.kernels import softdev
 
             environment.update(softdev.environment())
@@ -231,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.child:
         print("RESULT " + json.dumps(run(options.child, options.rounds)))
         return 0
-    import launch_build
+    from support import launch_build
 
     before = os.getloadavg()
     launch_build.macro_module()

@@ -172,9 +172,7 @@ def test_c_function_receives_every_argument_in_its_place(
 ) -> None:
     root = acl_stubs.make_toolkit(tmp_path / "cann", stub_base)
     folder = acl_stubs.make_vendor(tmp_path / "vendor", recorder_source(variant))
-    env = acl_stubs.environment(
-        root, ASCEND_CUSTOM_OPP_PATH=str(folder), XMOE_ABI_PROBE="off"
-    )
+    env = acl_stubs.environment(root, ASCEND_CUSTOM_OPP_PATH=str(folder), XMOE_ABI_PROBE="off")
     got = acl_stubs.run_child(f"VARIANT = {variant!r}\n" + CALL, env)
     assert got["size"] == 4096
     assert got["launched"] == [0xABC0, 4096, 1, 0x5150]
@@ -200,9 +198,7 @@ def test_c_function_receives_every_argument_in_its_place(
 def test_optional_arguments_become_null(stub_base: Path, tmp_path: Path) -> None:
     root = acl_stubs.make_toolkit(tmp_path / "cann", stub_base)
     folder = acl_stubs.make_vendor(tmp_path / "vendor", recorder_source("B"))
-    env = acl_stubs.environment(
-        root, ASCEND_CUSTOM_OPP_PATH=str(folder), XMOE_ABI_PROBE="off"
-    )
+    env = acl_stubs.environment(root, ASCEND_CUSTOM_OPP_PATH=str(folder), XMOE_ABI_PROBE="off")
     code = CALL.replace(
         "    for key, value in args.items():",
         "    args.update({p.key: None for p in symbols.variant.params if p.optional})\n"

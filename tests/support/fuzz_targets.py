@@ -280,8 +280,6 @@ class Contract:
                 event.record(self.stream)
             # Not a wait for minutes: what is queued is done within milliseconds.
             event.synchronize(max(-5, min(first, 20)))
-        else:
-            return "not for this layer"
         return "accepted"
 
 

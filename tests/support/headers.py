@@ -216,3 +216,29 @@ def _compile(include: Path, text: str, scratch: Path) -> str:
         env={**os.environ, "LC_ALL": "C"},
     )  # fmt: skip
     return done.stderr if done.returncode else ""
+
+
+def mega_moe_variants(header: Path, scratch: Path) -> list[str]:
+    """ABI variants whose parameter list the vendor's aclnn_mega_moe.h declares; none or one."""
+    from xmoe.kernels.acl.variants import CTYPES, VARIANTS
+
+    include = include_folder_of(header)
+    found = []
+    for variant in VARIANTS.values():
+        kinds = ", ".join(_scoped(CTYPES[p.kind]) for p in variant.params)
+        text = (
+            f'#include "{header}"\n{_CHECKS}namespace ours {{\n#include "{DECL / "types.h"}"\n}}\n'
+            f"using Ours = int32_t (*)({kinds});\n"
+            "static_assert(xmoe_compare::equal<Ours, decltype(&aclnnMegaMoeGetWorkspaceSize)>());\n"
+        )
+        if not _compile(include, text, scratch):
+            found.append(variant.id)
+    return found
+
+
+def include_folder_of(header: Path) -> Path:
+    """Where the headers that a vendor's header includes are looked for."""
+    for parent in header.parents:
+        if (parent / "aclnn").is_dir() or (parent / "include" / "aclnn").is_dir():
+            return parent if (parent / "aclnn").is_dir() else parent / "include"
+    return header.parent

@@ -70,7 +70,7 @@ class Kernel:
     state: str = "queued"
 
 
-@dataclass
+@dataclass(eq=False)
 class _Queue:
     handle: int
     tasks: deque[object] = field(default_factory=deque)
@@ -151,6 +151,7 @@ class MockNpu:
         self.dropped_waits = self.dropped = 0
         self.stream_syncs = self.event_syncs = self.device_syncs = self.queries = 0
         self._queues = [_Queue(handle) for handle in range(1, pool + 1)]
+        self._used: list[_Queue] = []
         self._host: deque[tuple[_Queue, object]] = deque()
         self.world.actors.append(self._actions)
 
@@ -161,6 +162,8 @@ class MockNpu:
     def create_stream(self) -> MockStream:
         queue = self._queues[len(self.streams) % len(self._queues)]
         self.streams.append(MockStream(self, queue))
+        if queue not in self._used:
+            self._used.append(queue)
         return self.streams[-1]
 
     def create_event(self) -> MockEvent:
@@ -213,7 +216,7 @@ class MockNpu:
         found: list[Callable[[], None]] = []
         if self._host:
             found.append(self._consume)
-        for queue in self._queues:
+        for queue in self._used:
             action = self._head(queue) if queue.tasks else None
             if action is not None:
                 found.append(action)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ def _body(rank: int, folder: Any, fn: Callable[..., Any], args: tuple[Any, ...])
     import torch
     import torch_npu  # noqa: F401
 
+    # The wheel says so once at the first tensor of some operators; it is no fault of the caller.
+    warnings.filterwarnings("ignore", "Cannot create tensor with internal format")
     torch.set_num_threads(1)
     torch.npu.set_device(rank)
     return fn(torch.device("npu", rank), *args)

@@ -72,6 +72,8 @@ class MockP2P:
         self.arrived = dict.fromkeys(groups, 0)
         self.received = dict.fromkeys(groups, 0)
         self.answered = dict.fromkeys(groups, 0)
+        self.issued = dict.fromkeys(groups, 0)
+        self.sources: dict[int, int] = {}
         self.layers = layers
         self.alive = True
         self.world.actors.append(self._peer)
@@ -134,7 +136,8 @@ class MockP2P:
         stream: int,
         out: Tensor | None = None,
     ) -> Tensor:
-        number = self.answered_issued(group)
+        number = self.issued[group]
+        self.issued[group] += 1
         name = f"e2a.{group}.{number}"
         source = self.sources.pop(hidden_states.data_ptr(), 0)
 
@@ -148,13 +151,6 @@ class MockP2P:
         kernel = Kernel(name, topology.aiv_num, lambda: self._begin(group, name), finish=finish)
         self.device.launch(stream, kernel)
         return hidden_states
-
-    sources: dict[int, int] = {}
-    _issued: dict[str, int] = {}
-
-    def answered_issued(self, group: str) -> int:
-        self._issued = {**self._issued, group: self._issued.get(group, 0) + 1}
-        return self._issued[group] - 1
 
 
 class PlusOne:
@@ -327,7 +323,13 @@ class MockAttentionOps:
             raise RuntimeError("launch refused")
         begin = (lambda: self._count(group, by)) if by > 0 else (lambda: None)
         end = (lambda: self._count(group, by)) if by < 0 else (lambda: None)
-        self.device.launch(stream, Kernel(name, 8, begin, finish=end))
+
+        def early() -> None:
+            if by < 0 and self.outstanding.get(group, 0) == 0:
+                self.device.world.violation(f"{name} waits before its dispatch is on its way")
+            begin()
+
+        self.device.launch(stream, Kernel(name, 8, early, finish=end))
 
     def empty_a2e(self, topology: CamP2PTopology, num_tokens: int) -> A2EOutput:
         one = torch.zeros(1, 1)

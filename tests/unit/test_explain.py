@@ -67,7 +67,7 @@ def report(
         (("--ep", "8", "--soc", "Ascend910B2", "--mode", "on"), 1, "intermediate"),
         (("--ep", "8", "--profile", "a3-9.1.0-ga"), 3, "intermediate"),
         (("--ep", "8", "--operator-version", "9.2.0"), 3, "operator_version"),
-        (("--ep", "8", "--abi-variant", "D"), 3, "abi_variant"),
+        (("--ep", "8", "--abi-variant", "E"), 3, "abi_variant"),
         (("--ep", "8", "--max-tokens", "3039"), 0, None),
         (("--ep", "8", "--max-tokens", "3040"), 3, "window"),
         (("--ep", "8", "--max-tokens", "3040", "--ccl-buffer-mb", "201"), 0, None),

@@ -139,10 +139,11 @@ def test_channel_rules():
 
     with pytest.raises(CommError, match="a send before each recv"):
         channel.edges(R)
-    go(S), go(S)
+    (_, opened), _ = go(S), go(S)
     with pytest.raises(CommError, match="2 unanswered at most"):
         channel.edges(S)
-    _, first = go(R)
+    edges, first = go(R)
+    assert edges == (None, opened)  # an answer waits for its own dispatch
     assert go(S)[0] == (None, first)  # the third opening needs the first closing
     _, second = go(R)
     go(R)
@@ -161,12 +162,16 @@ def test_a_credit_is_taken_at_issue_and_its_wait_is_on_the_device():
     with pytest.raises(CommError, match="1 unanswered at most"):
         executor.submit(item_of(device, "b", S, channel="g"))
     assert executor.failed is None  # refused before anything was queued
-    second = executor.begin(item_of(device, "c", R, C, S, channel="g"))
-    for _ in range(3):
-        executor.issue(second)
-    send = device.log.index(("launch", 3, "c.send"))
-    closing = device.log.index(("launch", 1, "c.recv")) + 1  # its record
-    assert ("wait", 3, device.log[closing][2]) in device.log[send - 2 : send]
+    executor.submit(item_of(device, "c", R, C, channel="g"))
+    second = executor.begin(item_of(device, "d", S, channel="g"))
+    executor.issue(second)
+    dispatch, answer, again = (
+        device.log.index(("launch", stream, name))
+        for stream, name in ((3, "a.send"), (1, "c.recv"), (3, "d.send"))
+    )
+    # The answer waits for its dispatch, the next dispatch for the answer; nothing else.
+    assert device.log[answer - 1] == ("wait", 1, device.log[dispatch + 1][2])
+    assert ("wait", 3, device.log[answer + 1][2]) in device.log[again - 2 : again]
     with pytest.raises(ConfigError, match="all phases were issued"):
         executor.issue(second)
     executor.drain()

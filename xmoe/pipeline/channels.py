@@ -52,7 +52,7 @@ class Channel:
         opened, closed: how many phases of these kinds were issued.
     """
 
-    __slots__ = ("_closings", "_last", "closed", "opened", "rule", "sequence")
+    __slots__ = ("_closings", "_last", "_openings", "closed", "opened", "rule", "sequence")
 
     def __init__(self, rule: ChannelRule) -> None:
         self.rule = rule
@@ -60,6 +60,7 @@ class Channel:
         self.opened = 0
         self.closed = 0
         self._last: EventLease | None = None
+        self._openings: deque[EventLease] = deque(maxlen=rule.max_outstanding or 1)
         self._closings: deque[EventLease] = deque(maxlen=rule.max_outstanding or 1)
 
     @property
@@ -68,24 +69,29 @@ class Channel:
         return self.opened - self.closed if self.rule.max_outstanding is not None else 0
 
     def edges(self, kind: PhaseKind) -> tuple[EventLease | None, EventLease | None]:
-        """What a phase of `kind` must wait for now: the channel's last phase, and a closing.
+        """What a phase of `kind` must wait for now: the channel's last phase, and its partner.
+
+        An opening's partner is the closing that returned its credit, a closing's the opening that
+        it answers: a receive that waits before its dispatch is on its way only holds cores.
 
         Raises:
             CommError: no credit, or an answer without a dispatch. Nothing was issued.
         """
         rule = self.rule
         limit = rule.max_outstanding
-        credit = None
+        partner = None
         if limit is not None:
             if kind is rule.opens:
                 if self.opened - self.closed >= limit:
                     raise self._refused(kind, f"{limit} unanswered at most")
                 needed = self.opened - limit  # number of the closing that returned this credit
                 if needed >= 0:
-                    credit = self._closings[needed - self.closed]
-            elif kind is rule.closes and self.closed >= self.opened:
-                raise self._refused(kind, f"a {rule.opens.value} before each {kind.value}")
-        return (self._last if rule.exclusive else None), credit
+                    partner = self._closings[needed - self.closed]
+            elif kind is rule.closes:
+                if self.closed >= self.opened:
+                    raise self._refused(kind, f"a {rule.opens.value} before each {kind.value}")
+                partner = self._openings[self.closed - self.opened]
+        return (self._last if rule.exclusive else None), partner
 
     def commit(self, kind: PhaseKind, lease: EventLease) -> None:
         """The phase was issued, and `lease` marks its end."""
@@ -93,6 +99,7 @@ class Channel:
         if self.rule.max_outstanding is not None:
             if kind is self.rule.opens:
                 self.opened += 1
+                self._openings.append(lease)
             elif kind is self.rule.closes:
                 self.closed += 1
                 self._closings.append(lease)

@@ -394,19 +394,19 @@ class StreamExecutor:
         sequence = channel.sequence
         first = not ticket._leases
         try:
-            exclusive, credit = channel.edges(phase.kind)
+            exclusive, partner = channel.edges(phase.kind)
         except CommError as error:
             self._refused(ticket, error) if first else self._failed(ticket, error)
         try:
             previous = ticket._slot.last if first else ticket._leases[-1][1]
             if previous is not None:
                 _order(previous, stream)
-            if exclusive is not None and exclusive is not previous:
-                # What this item issued itself is ordered by its own phases already.
-                if all(exclusive is not own for _, own in ticket._leases):
-                    _order(exclusive, stream)
-            if credit is not None and credit is not previous and credit is not exclusive:
-                _order(credit, stream)
+            # What this item issued itself is ordered by its own phases already.
+            own = [lease for _, lease in ticket._leases]
+            if exclusive is not None and exclusive is not previous and exclusive not in own:
+                _order(exclusive, stream)
+            if partner is not None and partner not in (previous, exclusive, *own):
+                _order(partner, stream)
             if first and previous is not None:
                 previous.give_back()
                 ticket._slot.last = None
@@ -642,6 +642,8 @@ class StreamExecutor:
                 ticket._context._release()
             self._quarantine.clear()
             self._inflight.clear()
+            for slot in self._slots:
+                slot.last = None
             self._pool.close()
             for stream in self._own:
                 stream.close()

@@ -314,3 +314,12 @@ def _longest(nodes: Sequence[Node]) -> tuple[float, list[int]]:
         path.append(at)
         at = previous[at]
     return finish[last], path[::-1]
+
+
+def both_directions(trace: Trace, process: int) -> tuple[int, float]:
+    """How often, and for how many microseconds, work of receives and of sends ran side by side."""
+    work = [s for s in trace.of(process, WORK) if "phase" in s.args]
+    receives = _union(s for s in work if s.args["phase"] == "recv")
+    sends = _union(s for s in work if s.args["phase"] == "send")
+    common = _common(receives, sends)
+    return len(common), _length(common)

@@ -9,10 +9,14 @@ using namespace xsd::op;
 
 namespace {
 
-// 16-bit products are accumulated in float32 and rounded once, as the matrix unit does.
+constexpr int64_t kBlockRows = 32;
+
+// 16-bit products are accumulated in float32 and rounded once, as the matrix unit does. Rows come in
+// whole blocks, so that a row's bits do not depend on how many other rows its expert has.
 at::Tensor product(const at::Tensor& rows, const at::Tensor& weight) {
-  if (rows.scalar_type() == at::kFloat) return at::mm(rows, weight);
-  return at::mm(rows.to(at::kFloat), weight.to(at::kFloat)).to(rows.scalar_type());
+  const int64_t count = rows.size(0), rest = (kBlockRows - count % kBlockRows) % kBlockRows;
+  const auto blocks = at::constant_pad_nd(rows.to(at::kFloat), {0, 0, 0, rest});
+  return at::mm(blocks, weight.to(at::kFloat)).narrow(0, 0, count).to(rows.scalar_type());
 }
 
 struct Grouped {
@@ -84,7 +88,7 @@ struct Routing {
   T rows, places, counts;
 };
 
-// Rows in expert order; places[j * T + t] says where the j-th choice of token t went.
+// Rows in expert order; places[t * K + j] says where the j-th choice of token t went.
 void init_routing(const Routing& r) {
   TORCH_CHECK(r.drop_pad == 0, "MoeInitRoutingV2: dropPadMode 1 is not supported here");
   const int64_t tokens = r.expert_ids.size(0), k = r.expert_ids.size(1);
@@ -134,5 +138,12 @@ ACLNN(MoeGatingTopKSoftmax, (T x, T finished, int64_t k, T weights, T ids, T row
 ACLNN(MoeInitRoutingV2, (T x, T expert_ids, int64_t active, int64_t capacity, int64_t experts, int64_t drop_pad, int64_t count_kind,
                          bool, T rows, T places, T counts, T),
       init_routing({x, expert_ids, active, capacity, experts, drop_pad, count_kind, rows, places, counts}))
+ACLNN(MoeInitRoutingV3, (T x, T expert_ids, T scale, T offset, int64_t active, int64_t capacity, int64_t experts, int64_t drop_pad,
+                         int64_t count_type, bool count, int64_t quant_mode, IA range, int64_t place_type, T rows, T places, T counts, T),
+      TORCH_CHECK(!scale.defined() && !offset.defined() && quant_mode == -1, "MoeInitRoutingV3: quantisation is not supported here");
+      TORCH_CHECK(place_type == 0, "MoeInitRoutingV3: rowIdxType ", place_type, " is not supported here");
+      TORCH_CHECK(range.empty() || (range[0] == 0 && range[1] == experts), "MoeInitRoutingV3: only all experts are supported here");
+      TORCH_CHECK(!count || count_type < 2, "MoeInitRoutingV3: expertTokensNumType ", count_type, " is not supported here");
+      init_routing({x, expert_ids, active, capacity, experts, drop_pad, count ? count_type + 1 : 0, rows, places, counts}))
 ACLNN(MoeTokenUnpermute, (T rows, T places, T weights, bool padded, IA, T out), unpermute(rows, places, weights, padded, out))
 // clang-format on

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles what the launch benchmark needs; kept by content below the software device's objects."""
+"""Stub libraries for launch plans, and what else the launch benchmark compiles.
+
+Compiled files are kept by content below the software device's objects.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ from types import ModuleType
 
 from support import acl_stubs
 from support.tree import ROOT
+from support.vendor import VARIANTS
 
-NATIVE = Path(__file__).resolve().parent / "native"
+NATIVE = ROOT / "tests" / "bench" / "native"
 CACHE = ROOT / "kernels" / "softdev" / ".obj" / "bench"
 
 
@@ -24,13 +28,16 @@ def compiled(
     compiler: str, source: Path, flags: list[str], name: str = "", *, salt: str = ""
 ) -> Path:
     """The shared library of one source, compiled when source or flags are new."""
-    digest = hashlib.sha256(source.read_bytes() + " ".join([compiler, *flags, salt]).encode())
+    digest = hashlib.sha256(" ".join([compiler, *flags, salt]).encode())
+    for file in (source, *sorted(NATIVE.glob("*.h"))):
+        digest.update(file.read_bytes())
     folder = CACHE / digest.hexdigest()[:16]
     target = folder / (name or f"lib{source.stem}.so")
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
         fresh = target.with_suffix(f".{os.getpid()}")
-        command = [compiler, "-O2", "-shared", "-fPIC", str(source), *flags, "-o", str(fresh)]
+        command = [compiler, "-O2", "-shared", "-fPIC", f"-I{NATIVE}", str(source)]
+        command += [*flags, "-o", str(fresh)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=900)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
@@ -43,8 +50,43 @@ def vendor_library() -> Path:
     return compiled("gcc", NATIVE / "stub_vendor.c", ["-Wall"])
 
 
-def toolkit(root: Path, *nnop_flags: str) -> Path:
-    """A toolkit tree of stubs whose only operator library is the recording one."""
+_C_TYPES = {"T": "struct tensor*", "L": "struct list*", "i": "int64_t", "S": "const char*",
+            "F": "float", "P": "float*"}  # fmt: skip
+
+
+def recorder(variant: str) -> Path:
+    """An operator library of this variant that remembers what each parameter led to: the address
+    behind a tensor, the length and the addresses of a list, a number, a text."""
+    params = [entry.split(":") for entry in VARIANTS[variant]]
+    declared = ", ".join(f"{_C_TYPES[kind]} p{i}" for i, (_, kind) in enumerate(params))
+    noted = "\n".join(f"  NOTE_{kind}({i}, p{i})" for i, (_, kind) in enumerate(params))
+    small = {name: i for i, (name, _) in enumerate(params)}
+    moving = ("x", "topkIds", "topkWeights", "yOut", "expertTokenNumsOut")
+    kept = " ".join(f"executor_[0]->small[{k}] = p{small[n]};" for k, n in enumerate(moving))
+    source = f"""/* SPDX-License-Identifier: Apache-2.0 */
+#include "recorder.h"
+int aclnnMegaMoeGetWorkspaceSize({declared}, uint64_t* size_, struct executor** executor_) {{
+  if (phase_one_status) return phase_one_status;
+  if (*executor_) return 561000;
+{noted}
+  prepared++;
+  *size_ = workspace_bytes;
+  *executor_ = calloc(1, sizeof **executor_);
+  {kept}
+  return 0;
+}}
+"""
+    folder = CACHE / "recorder"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{variant}.c"
+    if not path.exists() or path.read_text() != source:
+        path.write_text(source)
+    return compiled("gcc", path, ["-Wall"])
+
+
+def toolkit(root: Path, *nnop_flags: str, variant: str = "") -> Path:
+    """A toolkit tree of stubs with one operator library: the one of the benchmark, or with
+    `variant` the recorder of that one."""
     lib64 = root / "lib64"
     lib64.mkdir(parents=True)
     shutil.copy(compiled("gcc", NATIVE / "stub_acl.c", ["-Wall"]), lib64 / "libascendcl.so")
@@ -52,17 +94,17 @@ def toolkit(root: Path, *nnop_flags: str) -> Path:
     shutil.copy(nnop, lib64 / "libnnopbase.so")
     for name in ("libhccl.so", "libhccl_fwk.so"):
         acl_stubs.compile_library(lib64 / name, acl_stubs.BASE_SYMBOLS[name])
-    vendor_folder(root / "opp" / "vendors" / "recorder")
+    vendor_folder(root / "opp" / "vendors" / "recorder", recorder(variant) if variant else None)
     (root / "opp" / "vendors" / "config.ini").write_text("load_priority=recorder\n")
     (root / "version.info").write_text("Version=9.1.0\n")
     return root
 
 
-def vendor_folder(folder: Path) -> Path:
-    """The recording library as an operator package."""
+def vendor_folder(folder: Path, built: Path | None = None) -> Path:
+    """An operator package of that library, by default the benchmark's."""
     library = folder / "op_api" / "lib" / "libcust_opapi.so"
     library.parent.mkdir(parents=True)
-    shutil.copy(vendor_library(), library)
+    shutil.copy(built or vendor_library(), library)
     (folder / "version.info").write_text("Version=9.1.0\n")
     return folder
 
