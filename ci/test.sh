@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Install, check and test: `bash ci/test.sh [GROUP...]`, groups check unit contract ep (default: these) and npu. Each
-# group runs in its own pytest process. Exit code 0 only if all passed.
+# Install, check and test: `bash ci/test.sh [GROUP...]`, groups check unit contract ep sanitize (default: these), npu
+# and device (a real Atlas A3). Each group runs in its own pytest process. Exit code 0 only if all passed.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
-[ $# -gt 0 ] || set -- check unit contract ep
+[ $# -gt 0 ] || set -- check unit contract ep sanitize
 for group in "$@"; do
   [ "$group" = check ] || [ -d "tests/$group" ] || {
-    echo "ci/test.sh: unknown group '$group'; allowed: check unit contract ep npu" >&2
+    echo "ci/test.sh: unknown group '$group'; allowed: check unit contract ep sanitize npu device" >&2
     exit 2
   }
 done

@@ -2,14 +2,14 @@
 """The device adaptor over torch_npu: its tensors, its current stream and its caching allocator.
 
 torch operators wait in a host queue before they reach the device; a C launch on a bare stream
-handle would overtake them. So a handle is read at each launch, through the getter that first empties
-that queue, and never kept. Events are the runtime's own, recorded on a handle just read: an event of
-torch_npu goes through the queue, and after a failure the queue drops it without a word, so that
-waiting for it never ends.
+handle would overtake them. So a handle is read at each launch, through the getter that first
+empties that queue, and never kept. Events are the runtime's own, recorded on a handle just read: an
+event of torch_npu goes through the queue, and after a failure the queue drops it without a word, so
+that waiting for it never ends.
 
 After one failed asynchronous launch torch_npu raises once and then silently drops later operators,
-whose results stay uninitialised. The first such failure therefore ends all use of the device in this
-process: every later call raises ProcessLost.
+whose results stay uninitialised. The first such failure therefore ends all use of the device in
+this process: every later call raises ProcessLost.
 
 Source: torch_npu 2.13.0, csrc/core/npu/NPUStream.cpp and NPUQueue.cpp.
 """
@@ -64,8 +64,9 @@ def torch_npu() -> Any:
         import torch_npu as module
     except ImportError as error:
         raise LibraryNotFound(
-            f"torch_npu cannot be imported: {error}; install it with pip install 'xmoe[npu]', and set "
-            "the CANN environment before Python starts (xmoe device env prints the software device's)"
+            f"torch_npu cannot be imported: {error}; install it with pip install 'xmoe[npu]', and "
+            "set the CANN environment before Python starts (xmoe device env prints the software "
+            "device's)"
         ) from error
     return module
 
@@ -126,7 +127,7 @@ class _NpuStream:
         except RuntimeError as error:
             raise translate(error, "emptying the host queue") from error
         if not handle:
-            # A failed flush is reported as a null stream, which a C call would take for the default.
+            # A failed flush gives a null stream, which a C call would take for the default one.
             mark_lost("emptying the host queue gave no stream")
             require_usable()
         self._device.check_stream(handle)
@@ -180,8 +181,8 @@ class _NpuEvent:
 def _event(event: Event) -> AclEvent:
     if not isinstance(event, _NpuEvent):
         raise ConfigError(
-            f"event of type {type(event).__name__} was not made by an NpuDevice; allowed: events of "
-            "one device adaptor; next: create it with device.create_event()"
+            f"event of type {type(event).__name__} was not made by an NpuDevice; allowed: events "
+            "of one device adaptor; next: create it with device.create_event()"
         )
     return event._inner
 

@@ -14,12 +14,12 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from xmoe import __version__, env, layout, startup
+from xmoe import __version__, env, startup
 from xmoe.config import XmoeConfig
 from xmoe.errors import UnsupportedError
+from xmoe.facts import facts_of
 from xmoe.kernels import capability
 from xmoe.kernels.acl import libraries, toolkit
-from xmoe.policy.facts import Facts
 from xmoe.policy.select import select
 from xmoe.types import MoeShape
 
@@ -71,20 +71,7 @@ def _decision(
     config: XmoeConfig, found: capability.Capability, shape: MoeShape, ep_size: int
 ) -> dict[str, Any]:
     """What would be chosen for a shape on this machine, and why."""
-    buffer_mb = config.ccl_buffer_mb or int(env.get("HCCL_BUFFSIZE") or 0)
-    facts = Facts(
-        soc=found.soc,
-        cann_version=found.cann_version,
-        vendor_version=found.vendor_version,
-        abi_variant=found.abi_variant,
-        ep_size=ep_size,
-        max_tokens_per_rank=config.max_tokens_per_rank,
-        library_problem=found.library_problem,
-        comm_problem=found.comm_problem,
-        ccl_buffer_bytes=layout.ccl_buffer_bytes_of(buffer_mb),
-        callable_variants=found.callable_variants,
-        assumed=("ranks", "ccl_buffer_bytes"),
-    )
+    facts = facts_of(config, found, ep_size, assumed=("ranks", "ccl_buffer_bytes"))
     base = {"shape": asdict(shape), "ep_size": ep_size, "mode": config.mode.value}
     try:
         decision = select(config.mode, facts, shape, config.profile)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from xmoe import env
 from xmoe.comm.agree import (
     agree_success,
     compare_digest,
@@ -35,9 +34,18 @@ from xmoe.comm.resource_core import ResourceSpec, RuntimeDevice
 from xmoe.comm.transport import CollectiveTransport
 from xmoe.config import XmoeConfig
 from xmoe.errors import ConfigError, XmoeError
-from xmoe.executor import ExecutorOptions, Phase, PhaseContext, PhaseKind, StreamExecutor, WorkItem
+from xmoe.executor import (
+    ExecutorOptions,
+    Phase,
+    PhaseContext,
+    PhaseKind,
+    StreamExecutor,
+    WorkItem,
+    prefetch,
+)
+from xmoe.facts import facts_of
 from xmoe.kernels.acl.loader import load
-from xmoe.kernels.acl.quant_modes import PREPARED_QUANTS, quant_mode
+from xmoe.kernels.acl.quant_modes import quant_mode
 from xmoe.kernels.acl.toolkit import find_toolkit
 from xmoe.kernels.capability import Capability, probe
 from xmoe.kernels.device import Device, HostDevice, InlineDevice
@@ -45,10 +53,10 @@ from xmoe.kernels.ops.fused_moe import expert_mlp
 from xmoe.kernels.ops.mega_moe import MegaMoe
 from xmoe.kernels.ops.quant import check_experts
 from xmoe.kernels.ops.routing import check_ids, clean_ids, pad_batch, unpad
-from xmoe.layout import ccl_buffer_bytes_of
+from xmoe.multistream import StreamMode
 from xmoe.policy.decision import Decision
-from xmoe.policy.facts import Facts, merge_facts
-from xmoe.policy.profiles import profile_named, soc_family
+from xmoe.policy.facts import merge_facts
+from xmoe.policy.profiles import profile_named
 from xmoe.policy.select import select
 from xmoe.types import ExpertWeights, Mode, MoeShape, Path, TokenBatch
 
@@ -128,7 +136,7 @@ class MoeRunner:
         capability = Capability()
         if config.mode is not Mode.OFF:
             capability = probe(abi_variant=config.abi_variant)
-        own = _local_facts(config, capability, group_size(group))
+        own = facts_of(config, capability, group_size(group))
         facts = merge_facts(gather_facts(group, own, timeout_s))
         decision = select(config.mode, facts, shape, config.profile)
         compare_digest(group, decision.digest(), "decision", timeout_s)
@@ -154,7 +162,7 @@ class MoeRunner:
             inline: Device = InlineDevice()
             if not _is_cpu(device):
                 inline = self._open_device(device)
-            executor = StreamExecutor(*_executor_on(inline, config.step_timeout_s))
+            executor = StreamExecutor(*_split_executor_on(inline, config))
             self._executor = self._closers.enter_context(executor)
             return
         device = self._open_device(device)
@@ -312,7 +320,7 @@ class _Layer:
         if step.path is Path.MEGA_MOE:
             announced = counts[runner._rank]
             return self._run_fused(self._prepared(batch, announced), step.rows_per_rank)
-        return self._run_split(batch)
+        return self._run_split(batch, counts)
 
     def _prepared(self, batch: TokenBatch, announced: int) -> TokenBatch:
         """The batch in the operator's types, or one error on all ranks before anything is
@@ -345,8 +353,25 @@ class _Layer:
         output: Tensor = ticket.result()["output"]
         return unpad(output, padded)
 
-    def _run_split(self, batch: TokenBatch) -> Tensor:
-        """FusedMoE as recv (dispatch), compute (grouped product) and send (combine)."""
+    def _run_split(self, batch: TokenBatch, counts: tuple[int, ...]) -> Tensor:
+        """FusedMoE in one item, or, with overlap, in chunks of it.
+
+        The number of chunks comes from all ranks' counts, so it is the same everywhere; a rank
+        whose chunk is empty dispatches it all the same.
+        """
+        runner = self._runner
+        if runner._executor.options.mode is not StreamMode.OVERLAP:
+            ticket = runner._executor.submit(self._split_item(batch))
+            output: Tensor = ticket.result()["output"]
+            return output
+        chunks = -(-max(counts) // runner.config.split_chunk_tokens)
+        items = [self._split_item(part) for part in _chunks(batch, max(1, chunks))]
+        tickets = prefetch(runner._executor, items)
+        outputs = [ticket.result()["output"] for ticket in tickets]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _split_item(self, batch: TokenBatch) -> WorkItem:
+        """Recv (dispatch), compute (grouped product) and send (combine)."""
         runner, shape, transport = self._runner, self._runner.shape, self._runner._transport
 
         def recv(context: PhaseContext) -> None:
@@ -373,9 +398,20 @@ class _Layer:
             Phase(PhaseKind.COMPUTE, "experts", compute),
             Phase(PhaseKind.SEND, "fused_moe", send),
         )
-        ticket = runner._executor.submit(WorkItem("fused_moe", self._index, phases))
-        output: Tensor = ticket.result()["output"]
-        return output
+        return WorkItem("fused_moe", self._index, phases)
+
+
+def _chunks(batch: TokenBatch, count: int) -> list[TokenBatch]:
+    """`count` parts of the rows, as even as possible, some maybe empty."""
+    hidden, ids, weights = batch.hidden_states, batch.topk_ids, batch.topk_weights
+    if min(hidden.dim(), ids.dim(), weights.dim()) < 1:
+        return [batch] * count  # no batch at all: dispatch refuses it, on every rank
+    edges = [hidden.shape[0] * n // count for n in range(count + 1)]
+    edges[-1] = max(hidden.shape[0], ids.shape[0], weights.shape[0])  # lets a mismatch show
+    return [
+        TokenBatch(hidden[a:b], ids[a:b], weights[a:b])
+        for a, b in zip(edges, edges[1:], strict=False)
+    ]
 
 
 def _problem(
@@ -435,24 +471,19 @@ def _executor_on(device: Device, timeout_s: float) -> tuple[Device, ExecutorOpti
     return on_current_stream(device), replace(options, distrust_after_error=True)
 
 
-def _local_facts(config: XmoeConfig, found: Capability, ep_size: int) -> Facts:
-    """This rank's facts. The buffer is the one the communicator will be asked for."""
-    buffer_bytes = None
-    if config.mode is not Mode.OFF:
-        buffer_mb = config.ccl_buffer_mb or env.get("HCCL_BUFFSIZE")
-        family = soc_family(found.soc) or "A3"
-        buffer_bytes = ccl_buffer_bytes_of(int(buffer_mb or 0), family)
-    return Facts(
-        soc=found.soc,
-        cann_version=found.cann_version,
-        vendor_version=found.vendor_version,
-        abi_variant=found.abi_variant,
-        ep_size=ep_size,
-        max_tokens_per_rank=config.max_tokens_per_rank,
-        library_problem=found.library_problem,
-        comm_problem=found.comm_problem,
-        ccl_buffer_bytes=buffer_bytes,
-        callable_variants=found.callable_variants,
-        runtime_quants=PREPARED_QUANTS,
-        config_digest=config.digest(),
-    )
+def _split_executor_on(device: Device, config: XmoeConfig) -> tuple[Device, ExecutorOptions]:
+    """The split path's executor: one stream, or three with a chunk ahead.
+
+    Raises:
+        ConfigError: overlap with a framework's tensors; no two collectives of its group were ever
+            seen on two streams.
+    """
+    where, options = _executor_on(device, config.step_timeout_s)
+    if config.split_streams == "serial":
+        return where, options
+    if device.torch_device.type != "cpu":
+        raise ConfigError(
+            f"split_streams={config.split_streams!r} on {device.torch_device}; allowed: serial; "
+            "overlap is known for host tensors only; next: leave the setting out"
+        )
+    return where, replace(options, mode=StreamMode.OVERLAP, max_inflight=2)

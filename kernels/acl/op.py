@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two-phase call of MegaMoe. Argument lists come from the variant table only.
+"""The two-phase call of MegaMoe, made once with everything given. Layers launch through
+`xmoe.kernels.acl.plan`, which keeps what does not change. Argument lists come from the variant
+table only.
 
     prepared = prepare(runtime, symbols, args)     phase one: workspace size and op_executor
     launch(prepared, workspace, stream)            phase two: queues the work and returns

@@ -83,7 +83,6 @@ LIBRARIES = (
 )
 
 
-
 def opapi_library() -> Library:
     """The general operators, over the torch of this interpreter."""
     spec = importlib.util.find_spec("torch")
@@ -91,7 +90,8 @@ def opapi_library() -> Library:
         raise BuildError("--opapi needs torch in this interpreter; install the npu extra of xmoe")
     torch = Path(next(iter(spec.submodule_search_locations)))
     include, lib = torch / "include", torch / "lib"
-    extra = ("-isystem", str(include), "-isystem", str(include / "torch" / "csrc" / "api" / "include"))
+    extra: tuple[str, ...] = ("-isystem", str(include))
+    extra += ("-isystem", str(include / "torch" / "csrc" / "api" / "include"))
     needs = ("nnopbase", "ascendcl", "torch_cpu", "c10")
     # Debug information of the templates would be ten times the code; -O1 halves the build's time.
     extra += ("-D_GLIBCXX_USE_CXX11_ABI=1", "-g0", f"-L{lib}", f"-Wl,-rpath-link,{lib}")
@@ -273,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="tree to write; by default ascend/ here")
     parser.add_argument("--sanitize", choices=SANITIZERS)
     parser.add_argument("--define", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--opapi", action="store_true", help="also general operators, for torch_npu")
+    parser.add_argument("--opapi", action="store_true", help="also operators for torch_npu")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args(arguments)
     try:

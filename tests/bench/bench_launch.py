@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,6 @@ GOALS = {"own_cached_us": 2.0, "own_rebuilt_us": 30.0, "npu_over_handle": 1.5}
 
 def machine(before: tuple[float, float, float]) -> dict[str, Any]:
     """What somebody needs to judge the figures."""
-    import torch
-
     cpu = next(
         (
             line.split(":", 1)[1].strip()
@@ -52,7 +51,7 @@ def machine(before: tuple[float, float, float]) -> dict[str, Any]:
         "load_before": before,
         "load_after": os.getloadavg(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": version("torch"),
         "gcc": gcc.strip(),
         "kernel": platform.release(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
@@ -186,6 +185,8 @@ def summary(figures: dict[str, dict[str, float]]) -> dict[str, Any]:
 def child(adaptor: str, rounds: int) -> dict[str, Any]:
     """One adaptor in its own process: libraries are loaded once in a process."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Where torch_npu is installed, importing torch loads it, and that needs a CANN.
+    environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1" if adaptor == "npu" else "0"
     with tempfile.TemporaryDirectory() as scratch:
         if adaptor == "npu":
             from support import launch_build
@@ -235,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from support import launch_build
 
     before = os.getloadavg()
-    launch_build.macro_module()
+    launch_build.macro_library()
     adaptors = ("host", "npu") if options.adaptor == "both" else (options.adaptor,)
     result = {
         "what": LABEL,

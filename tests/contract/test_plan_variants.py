@@ -368,3 +368,26 @@ say({"seen": seen, "left": end["tensors"] - end["dead_tensors"], "prepared":
         assert seen[name].startswith("ConfigError"), name
     assert "moeExpertNum" in seen["text"]
     assert got["left"] == 0 and got["prepared"] == 0
+
+
+def test_threads_take_turns_on_one_plan(tmp_path: Path) -> None:
+    got = child(tmp_path, """
+wrong = []
+def work(number):
+    scratch = Scratch()
+    for turn in range(400):
+        step(plan, number, tokens=1 + (number + turn) % 3, scratch=scratch)
+        if turn % 50 == number:
+            plan.rebind("weight1", LISTS + 0x400 * (turn % 7))
+with make(reuse=True) as plan:
+    sys.setswitchinterval(1e-5)
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    told = plan.counters()
+end = counts()
+say({"launches": number_of("launches").value, "told": told,
+     "left": [end["tensors"] - end["dead_tensors"], end["lists"] - end["dead_lists"],
+              end["repeatable"] - end["dead_executors"]]})
+""")
+    assert got["told"]["launches"] == 1600 and got["left"] == [0, 0, 0]

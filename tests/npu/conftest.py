@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests over the unmodified torch_npu wheel. Each body runs in a forked child, which initialises the
-device for itself: threads of a device do not survive a fork, so pytest's own process never does.
+"""Tests over the unmodified torch_npu wheel.
+
+Each body runs in a forked child, which initialises the device for itself: threads of a device do
+not survive a fork, so pytest's own process never does.
 """
 
 from __future__ import annotations

@@ -152,7 +152,9 @@ def test_process_is_lost_after_a_failed_launch(seen_by_torch_first: bool) -> Non
         device.close()
         return str(caught.value)
 
-    text = child(body, )
+    text = child(
+        body,
+    )
     assert "50" in text
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The product over torch_npu: MegaMoe on the current stream, the split path, and whole regressions."""
+"""The product over torch_npu: MegaMoe on the current stream, the split path, regressions."""
 
 from __future__ import annotations
 

@@ -35,8 +35,9 @@ def test_tensors_travel() -> None:
             assert torch.equal(source.to(device).cpu(), source)
         pinned = torch.randn(4096).pin_memory()
         assert torch.equal(pinned.to(device, non_blocking=True).cpu(), pinned)
-        view = torch.arange(24).reshape(2, 3, 4).to(device)
-        assert torch.equal(view.permute(2, 0, 1)[1:, :, 1].cpu(), view.cpu().permute(2, 0, 1)[1:, :, 1])
+        cube = torch.arange(24).reshape(2, 3, 4)
+        view = cube.to(device).permute(2, 0, 1)[1:, :, 1]
+        assert torch.equal(view.cpu(), cube.permute(2, 0, 1)[1:, :, 1])
 
     child(body)
 
@@ -84,7 +85,9 @@ EXPRESSIONS: dict[str, Callable[..., torch.Tensor]] = {
     "interleave": lambda x, y, i: x.repeat_interleave(3, dim=1),
     "arange": lambda x, y, i: torch.arange(3, 17, 2, device=x.device) % 5,
     "pad": lambda x, y, i: torch.nn.functional.pad(x, (1, 2), value=3.0),
-    "conv1d": lambda x, y, i: torch.nn.functional.conv1d(x.unsqueeze(0), y[:, :4].unsqueeze(1), groups=8),
+    "conv1d": lambda x, y, i: torch.nn.functional.conv1d(
+        x.unsqueeze(0), y[:, :4].unsqueeze(1), groups=8
+    ),
     "embedding": lambda x, y, i: torch.nn.functional.embedding(i % 8, x),
     "casts": lambda x, y, i: (x.bfloat16() + y.bfloat16()).float() + i.sum().float(),
     "isfinite": lambda x, y, i: torch.isfinite(x / 0.0) | torch.isfinite(y),

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -109,27 +110,31 @@ def vendor_folder(folder: Path, built: Path | None = None) -> Path:
     return folder
 
 
-def macro_module() -> ModuleType:
-    """The C++ extension; takes a minute to compile the first time."""
-    import torch
-
-    base = Path(torch.__file__).parent
+def macro_library() -> Path:
+    """The C++ extension, compiled; takes a minute the first time. Does not import torch, which may
+    need an environment that only a child has."""
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.origin is not None
+    base = Path(found.origin).parent
     flags = [
         "-std=c++17",
         "-w",
         *(f"-I{base / 'include' / part}" for part in ("", "torch/csrc/api/include")),
         f"-I{sysconfig.get_paths()['include']}",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         "-DTORCH_API_INCLUDE_EXTENSION_H",
         f"-L{base / 'lib'}",
         f"-Wl,-rpath,{base / 'lib'}",
         *("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", "-ldl"),
     ]
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    path = compiled(
-        "g++", NATIVE / "macro_path.cpp", flags, f"macro_path{suffix}", salt=torch.__version__
+    return compiled(
+        "g++", NATIVE / "macro_path.cpp", flags, f"macro_path{suffix}", salt=version("torch")
     )
-    spec = importlib.util.spec_from_file_location("macro_path", path)
+
+
+def macro_module() -> ModuleType:
+    """The C++ extension. Needs torch imported."""
+    spec = importlib.util.spec_from_file_location("macro_path", macro_library())
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["macro_path"] = module

@@ -29,6 +29,7 @@ ACL = frozenset({"xmoe.kernels.acl"})
 KERNELS = ACL | {
     "xmoe.kernels.ops",
     "xmoe.kernels.device",
+    "xmoe.kernels.npu_device",
     "xmoe.kernels.capability",
     "xmoe.kernels.softdev",
 }
@@ -58,6 +59,7 @@ LAYERS = {
     "xmoe.policy": Layer(VALUES | {"xmoe.policy"}),
     "xmoe.kernels.acl": Layer(VALUES | ACL, frozenset({"cffi"})),
     **{unit: Layer(VALUES | KERNELS, TORCH) for unit in KERNELS - ACL},
+    "xmoe.kernels.npu_device": Layer(VALUES | KERNELS, TORCH | {"torch_npu"}),
     "xmoe.comm": Layer(VALUES | KERNELS | COMM, TORCH),
     "xmoe.ranks": Layer(VALUES, TORCH),
     "xmoe.startup": Layer(VALUES | KERNELS | COMM, TORCH),
@@ -71,7 +73,10 @@ LAYERS = {
         )
         for name in ("deployment", "run", "report", "command")
     },
-    "xmoe.runner": Layer(VALUES | KERNELS | COMM | EXECUTOR | RUNNER | {"xmoe.policy"}, TORCH),
+    "xmoe.facts": Layer(VALUES | ACL | {"xmoe.kernels.capability", "xmoe.policy"}),
+    "xmoe.runner": Layer(
+        VALUES | KERNELS | COMM | EXECUTOR | RUNNER | {"xmoe.policy", "xmoe.facts"}, TORCH
+    ),
     "xmoe.models": Layer(
         VALUES | RUNNER | {"xmoe.models"}, TORCH | {"numpy", "safetensors", "tokenizers"}
     ),

@@ -25,6 +25,8 @@ from xmoe.comm.agree import (
     compare_digest,
     exchange_step,
     introduce,
+    lost_ranks,
+    peer_lost,
 )
 from xmoe.comm.hccl import HcclCommunicator, make_root_info
 from xmoe.errors import ConfigError
@@ -120,6 +122,7 @@ class RankRun:
     tasks: list[TaskTrace] = field(default_factory=list)
     entries: list[TraceEntry] = field(default_factory=list)
     streams: dict[int, str] = field(default_factory=dict)
+    marks: list[int] = field(default_factory=list)
 
 
 class _Rank:
@@ -158,6 +161,11 @@ class _Rank:
             finally:
                 for comm in made:
                     comm.close()
+
+    def alive(self) -> None:
+        """While idle: a peer that is gone will never send."""
+        if lost_ranks(self.group):
+            raise peer_lost(self.group, "pipeline, idle", "its process has ended")
 
     def lost(self, error: Exception) -> Exception:
         return as_peer_lost(error, self.group, "pipeline")
@@ -202,6 +210,7 @@ class _Rank:
                 probe=self.soft,
                 aborter=self.soft,
                 core_limits=True,
+                alive=self.alive,
             )
             first = (self.rank - s.attn) * s.experts
             model = SyntheticFfn(self.soft, s.ffn * s.experts, first, s.compute_us)
@@ -280,6 +289,7 @@ def _run_mode(
         with rank.ffn_loop(config, groups) as ffn:
             for step in range(spec.steps):
                 ffn.run_step(_plan(rank, step, 0))
+                run.marks.append(len(ffn.executor.trace or ()))
                 context.report("step", number=step)
             run.items = ffn.items
             _count_waits(run, waits, rank.soft.host_waits())
@@ -293,6 +303,7 @@ def _run_mode(
                 begin = time.perf_counter()
                 outputs = attention.run_step(plan, batches)
                 run.seconds.append(time.perf_counter() - begin)
+                run.marks.append(len(attention.executor.trace or ()))
                 tokens = own_tokens(spec, rank.rank)
                 run.outputs.append([out[:tokens].float().numpy().copy() for out in outputs])
                 context.report("step", number=step)

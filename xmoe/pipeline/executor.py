@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from xmoe.errors import AclError, CommError, ConfigError, FenceTimeout, PipelineStopped, XmoeError
 from xmoe.kernels.device import Device, Stream, is_timeout
@@ -356,9 +356,9 @@ class StreamExecutor:
             except PipelineStopped:
                 raise
             except BaseException as error:
-                if self._error is not None:
-                    raise  # an earlier item's failure, seen while waiting
-                self._failed(None, error)
+                if self._error is None:  # else an earlier item's failure, seen while waiting
+                    self._fail_with(None, error)
+                raise
         slot = self._free.popleft()
         stream = self._streams[item.phases[0].kind]
         context = PhaseContext(stream, slot.number, item.layer, item.stage)
@@ -396,7 +396,11 @@ class StreamExecutor:
         try:
             exclusive, partner = channel.edges(phase.kind)
         except CommError as error:
-            self._refused(ticket, error) if first else self._failed(ticket, error)
+            if first:
+                self._refuse(ticket)
+            else:
+                self._fail_with(ticket, error)
+            raise
         try:
             previous = ticket._slot.last if first else ticket._leases[-1][1]
             if previous is not None:
@@ -420,26 +424,26 @@ class StreamExecutor:
             ticket._next += 1
         except BaseException as error:
             if first and isinstance(error, ConfigError):
-                self._refused(ticket, error)  # by contract nothing was queued
-            self._failed(ticket, error)
+                self._refuse(ticket)  # by contract nothing was queued
+            else:
+                self._fail_with(ticket, error)
+            raise
         finally:
             if self.trace is not None:
                 self._note(ticket, phase, sequence, start)
 
-    def _refused(self, ticket: Ticket, error: Exception) -> NoReturn:
+    def _refuse(self, ticket: Ticket) -> None:
         """Give the slot back as if the item had never been begun."""
         ticket._done = True
         ticket._context._release()
         self._inflight.remove(ticket)
         self._free.append(ticket._slot)
-        raise error
 
-    def _failed(self, ticket: Ticket | None, error: BaseException) -> NoReturn:
-        """Make a failure final and raise what it means."""
+    def _fail_with(self, ticket: Ticket | None, error: BaseException) -> None:
+        """Make a failure final. Raises what it means; returns when that is the error itself."""
         translated = self._fail(ticket, error)
-        if translated is error:
-            raise error
-        raise translated from error
+        if translated is not error:
+            raise translated from error
 
     def _read_metadata(self, ticket: Ticket, phase: Phase) -> None:
         start = time.perf_counter()
@@ -448,7 +452,8 @@ class StreamExecutor:
             phase.run(ticket._context)
             ticket._next += 1
         except BaseException as error:
-            self._failed(ticket, error)
+            self._fail_with(ticket, error)
+            raise
         finally:
             if self.trace is not None:
                 self._note(ticket, phase, 0, start)
@@ -534,7 +539,8 @@ class StreamExecutor:
         except BaseException as error:
             if isinstance(error, FenceTimeout) and timeout_s is not None:
                 raise  # the caller's own deadline: the item goes on
-            self._failed(oldest, error)
+            self._fail_with(oldest, error)
+            raise
         self._inflight.popleft()
         for _, lease in leases[:-1]:
             lease.give_back()

@@ -3,7 +3,7 @@
 
 The bound is the longest path through the graph of the trace's own phases, each as long as its
 measured work (waiting left out), with the edges the schedule has: an item's phases, order on a
-stream, slot reuse, channel rules, and messages between ranks. No schedule with the same
+stream, slot reuse, channel rules, cores that two kernels cannot share, and messages between ranks. No schedule with the same
 work and the same order can be shorter. What host and device add on top is the distance to it.
 """
 
@@ -33,6 +33,7 @@ class Node:
     channel: str
     connector: str
     peer: int
+    cores: int = 0
     work: float = 0.0
     start: float = float("inf")
     end: float = 0.0
@@ -119,14 +120,18 @@ class Figures:
         }
 
 
-def figures(trace: Trace) -> list[Figures]:
-    """The figures of each mode in the trace.
+def figures(trace: Trace, step: int | None = None) -> list[Figures]:
+    """The figures of each mode in the trace, for one step: the last one, since the first warms up.
 
     Raises:
         ConfigError: the trace has no device work that could be matched with phases.
     """
+    steps = [span.args["step"] for span in trace.spans if "step" in span.args]
+    wanted = max(steps, default=0) if step is None else step
+    chosen = [s for s in trace.spans if s.args.get("step") == wanted]
+    part = Trace(chosen, trace.processes, trace.about)
     modes = list(dict.fromkeys(what["mode"] for what in trace.processes.values()))
-    return [_mode_figures(trace, mode) for mode in modes]
+    return [_mode_figures(part, mode) for mode in modes]
 
 
 def _mode_figures(trace: Trace, mode: str) -> Figures:
@@ -218,6 +223,7 @@ def _nodes(trace: Trace, processes: Sequence[int]) -> list[Node]:
                 args["channel"], args["connector"], args.get("peer", -1),
             )  # fmt: skip
         node.work += span.duration
+        node.cores = max(node.cores, args.get("vector_cores", 0))
         node.start = min(node.start, span.start)
         node.end = max(node.end, span.end)
     return [found[key] for key in sorted(found)]
@@ -244,7 +250,21 @@ def _add_edges(trace: Trace, nodes: list[Node], *, one_stream: bool) -> None:
         last_stream[stream] = last_item[item] = last_slot[slot] = number
         if node.phase in _COMMUNICATION and (node.connector == "camp2p" or node.phase == "recv"):
             last_channel[channel] = number
+    if not one_stream:
+        _add_core_conflicts(nodes, int(trace.about.get("vector_cores", 0)))
     _add_messages(trace, nodes)
+
+
+def _add_core_conflicts(nodes: list[Node], vector_cores: int) -> None:
+    """Kernels that together need more cores than there are follow one another, as they did."""
+    latest: dict[tuple[int, str], int] = {}
+    for number in sorted(range(len(nodes)), key=lambda n: nodes[n].start):
+        node = nodes[number]
+        for (process, track), other in latest.items():
+            together = nodes[other].cores + node.cores
+            if process == node.process and track != node.track and 0 < vector_cores < together:
+                node.before.append(other)
+        latest[node.process, node.track] = number
 
 
 def _add_messages(trace: Trace, nodes: list[Node]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from xmoe.multistream import StreamMode
-from xmoe.pipeline.deployment import RankRun, RunSpec, step_seconds
+from xmoe.pipeline.deployment import VECTOR_CORES, RankRun, RunSpec, step_seconds
 from xmoe.pipeline.trace import RankTrace, Trace, merge
 
 SOFTWARE_DEVICE = "software device (CPU threads; not an NPU)"
@@ -66,14 +66,19 @@ def order_by_channel(run: RankRun) -> dict[str, list[tuple[str, int, int]]]:
     return found
 
 
-def trace_of(
-    spec: RunSpec, results: list[list[RankRun]], device: str = SOFTWARE_DEVICE
-) -> Trace:
+def trace_of(spec: RunSpec, results: list[list[RankRun]], device: str = SOFTWARE_DEVICE) -> Trace:
     """Executor and device traces of all ranks and modes in one."""
     ranks = [
-        RankTrace(rank, run.role, run.mode, run.entries, run.kernels, run.tasks, run.streams)
+        RankTrace(
+            rank, run.role, run.mode, run.entries, run.kernels, run.tasks, run.streams, run.marks
+        )
         for rank, runs in enumerate(results)
         for run in runs
     ]
-    about = {"connector": spec.connector, "tp_size": spec.tp_size, "stages": spec.stages}
+    about: dict[str, Any] = {
+        "connector": spec.connector,
+        "tp_size": spec.tp_size,
+        "stages": spec.stages,
+    }
+    about["vector_cores"] = VECTOR_CORES
     return merge(ranks, device=device, about=about)

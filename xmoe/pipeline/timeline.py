@@ -70,9 +70,7 @@ def _select(
             f"mode {mode!r} is not in this trace; allowed: {', '.join(modes)}; next: correct it"
         )
     low, high = (None if x is None else x * 1e3 for x in limits_ms)
-    processes = [
-        p for p, what in sorted(trace.processes.items()) if mode in (None, what["mode"])
-    ]
+    processes = [p for p, what in sorted(trace.processes.items()) if mode in (None, what["mode"])]
     spans = [
         s
         for s in trace.spans

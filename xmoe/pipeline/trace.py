@@ -11,6 +11,7 @@ it.
 
 from __future__ import annotations
 
+import bisect
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,6 +41,7 @@ class RankTrace:
         entries: the executor's own.
         kernels, tasks: the device's; empty where a device gives none.
         streams: number of a device stream -> its track; from `executor.stream_handles`.
+        marks: number of entries at the end of each step.
     """
 
     rank: int
@@ -49,6 +51,7 @@ class RankTrace:
     kernels: Sequence[KernelTrace] = ()
     tasks: Sequence[TaskTrace] = ()
     streams: Mapping[int, str] = field(default_factory=dict)
+    marks: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Trace:
 def merge(ranks: Sequence[RankTrace], *, device: str, about: Mapping[str, Any] = {}) -> Trace:
     """One trace out of the ranks' records. `device` is what the report calls it."""
     modes = list(dict.fromkeys(rank.mode for rank in ranks))
-    offset = time.clock_gettime_ns(time.CLOCK_MONOTONIC) - time.perf_counter_ns()
+    offset = _clock_offset_ns()
     built: list[Span] = []
     processes = {}
     unmatched = 0
@@ -110,6 +113,16 @@ def merge(ranks: Sequence[RankTrace], *, device: str, about: Mapping[str, Any] =
     return Trace(shifted, processes, notes)
 
 
+def _clock_offset_ns() -> int:
+    """What to add to a host time. On Linux both are one clock; elsewhere the closest of several
+    readings, because the process may be interrupted between the two."""
+    if "CLOCK_MONOTONIC" in time.get_clock_info("perf_counter").implementation:
+        return 0
+    pairs = [(time.perf_counter_ns(), time.monotonic_ns(), time.perf_counter_ns()) for _ in range(32)]
+    before, middle, after = min(pairs, key=lambda pair: pair[2] - pair[0])
+    return middle - (before + after) // 2
+
+
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -118,7 +131,7 @@ def _boot_id() -> str:
 
 
 def _rank_spans(rank: RankTrace, process: int, offset_ns: int) -> tuple[list[Span], int]:
-    labels = _labels(rank.entries)
+    labels = _labels(rank.entries, rank.marks)
     spans = []
     for entry, args in zip(rank.entries, labels, strict=True):
         start = entry.start * 1e6 + offset_ns / 1e3
@@ -142,7 +155,7 @@ def _rank_spans(rank: RankTrace, process: int, offset_ns: int) -> tuple[list[Spa
     return spans, missing
 
 
-def _labels(entries: Sequence[TraceEntry]) -> list[dict[str, Any]]:
+def _labels(entries: Sequence[TraceEntry], marks: Sequence[int]) -> list[dict[str, Any]]:
     """Each phase's arguments; `item` counts the rank's items, `order` its phases."""
     last: dict[int, tuple[int, int, int]] = {}
     found = []
@@ -160,6 +173,7 @@ def _labels(entries: Sequence[TraceEntry]) -> list[dict[str, Any]]:
             {
                 "item": number,
                 "order": order,
+                "step": bisect.bisect_right(marks, order),
                 "phase": entry.phase,
                 "slot": entry.slot,
                 "layer": entry.layer,
@@ -282,7 +296,11 @@ def read(path: Path) -> Trace:
         raise _bad(path, 'has no object "otherData.processes"')
     found = {}
     for key, what in processes.items():
-        if not str(key).isdigit() or not isinstance(what, dict) or {"rank", "role", "mode"} - set(what):
+        if (
+            not str(key).isdigit()
+            or not isinstance(what, dict)
+            or {"rank", "role", "mode"} - set(what)
+        ):
             raise _bad(path, f"has process {key!r} without rank, role and mode")
         found[int(key)] = what
     spans = [

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both roles over forked ranks on the software device: serial and overlap, results against float64,
+failures and deaths in every phase."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xmoe.cli import main
+from xmoe.errors import ConfigError
+from xmoe.multistream import HostFence, MultistreamConfig, RecvGate, StreamMode
+from xmoe.pipeline import deployment
+from xmoe.pipeline.deployment import RankRun, RunSpec, own_tokens, rank_main, step_input
+from xmoe.pipeline.report import order_by_channel, report
+from xmoe.pipeline.run import check, run
+from xmoe.pipeline.synthetic import attention_factor, expert_factor, route
+from xmoe.ranks import RankContext, RanksFailed, run_ranks
+
+BOTH = (StreamMode.SERIAL, StreamMode.OVERLAP)
+ROLES = frozenset({"ffn", "attention"})
+
+
+def spec(connector: str, **kw: Any) -> RunSpec:
+    p2p = connector == "camp2p"
+    config = MultistreamConfig(
+        mode=StreamMode.OVERLAP,
+        roles=kw.pop("roles", frozenset({"ffn"})),
+        max_inflight=kw.pop("slots", 3),
+        recv_gate=RecvGate.NONE if p2p else RecvGate.READY_PROBE,
+        memory_budget_bytes=None if p2p else 1 << 30,
+        fence=kw.pop("fence", HostFence.STEP),
+        wait_timeout_s=kw.pop("wait_s", 20.0),
+        trace=kw.pop("trace", True),
+    )
+    given = {"attn": 2, "ffn": 1, "layers": 3, "stages": 2 if p2p else 1, "steps": 2, "tokens": 9}
+    given |= {"hidden": 32, "compute_us": 50, "attention_us": 50, "timeout_s": 30.0}
+    return RunSpec(connector=connector, config=config, **{**given, **kw})
+
+
+def expected(s: RunSpec, rank: int, step: int, stage: int) -> np.ndarray:
+    """The whole chain in float64."""
+    tokens = own_tokens(s, rank)
+    x = step_input(s, rank, step, stage, s.tokens)[:tokens].double().numpy()
+    experts = s.ffn * s.experts
+    for layer in range(s.layers):
+        x = x * attention_factor(layer, stage)
+        if s.connector == "camp2p":
+            x = x * expert_factor(layer, 0, 1)
+            continue
+        ids, weights = route(rank, layer, stage, tokens, s.topk, experts, s.routing)
+        factor = np.array([expert_factor(layer, e, experts) for e in range(experts)])
+        x = x * (factor[ids.numpy()] * weights.double().numpy()).sum(1, keepdims=True)
+    return x
+
+
+def check_outputs(s: RunSpec, results: list[list[RankRun]]) -> None:
+    for rank, runs in enumerate(results):
+        if runs[0].role == "ffn":
+            continue
+        for one in runs:
+            for step, stages in enumerate(one.outputs):
+                for stage, got in enumerate(stages):
+                    want = expected(s, rank, step, stage)
+                    assert got.shape == want.shape
+                    # A few roundings to bfloat16 (and to int8) in each layer.
+                    limit = s.layers * (0.03 if s.dynamic_quant else 0.012)
+                    assert np.abs(got - want).max() <= limit * np.abs(want).max() + 1e-6
+
+
+CASES = {
+    "p2p": spec("camp2p"),
+    "p2p, both roles, uneven": spec(
+        "camp2p", attn=3, ffn=2, layers=4, uneven=True, roles=ROLES, slots=4, fence=HostFence.ITEM
+    ),
+    "async": spec("camasync", attn=3, layers=5, routing="skewed"),
+    "async, two FFN ranks, one without rows": spec(
+        "camasync", ffn=2, routing="low", dynamic_quant=True, topk=3, slots=2
+    ),
+    "async, two stages, both roles": spec(
+        "camasync", stages=2, roles=ROLES, layers=4, routing="one", fence=HostFence.NONE
+    ),
+    "async, tensor parallel": spec("camasync", attn=4, tp_size=2, dynamic_quant=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_serial_and_overlap_give_the_same_bits_and_the_right_ones(name: str) -> None:
+    s = CASES[name]
+    check(s, BOTH)
+    results = run(s, BOTH)
+    found = report(s, BOTH, results)
+    assert found["equal"] is True and found["order_equal"] is True and found["violations"] == 0
+    check_outputs(s, results)
+    dispatches = s.steps * s.layers * s.stages * s.attn // s.tp_size
+    for runs in results:
+        for one in runs:
+            assert one.counters["outstanding"] == 0
+            if one.role == "ffn":
+                want = s.steps * s.layers * s.stages if s.connector == "camp2p" else dispatches
+                assert one.items == want
+                streams = {phase[6] for phase in one.phases} - {"host"}
+                assert streams == (
+                    {"recv", "compute", "send"} if one.mode == "overlap" else {"main"}
+                )
+                assert len(order_by_channel(one)["ffn"]) == one.items
+
+
+def chunked(context: RankContext, s: RunSpec) -> Any:
+    """Receive outputs of 26 rows: a dispatch of 40 rows comes in several items."""
+    os.environ["BATCH_SIZE_FACTOR"] = "0.0001"
+    return rank_main(context, s, BOTH)
+
+
+def test_dispatches_that_come_in_parts() -> None:
+    s = spec("camasync", tokens=20, layers=2)
+    results = run_ranks(chunked, s.size, s, silence_s=60)
+    found = report(s, BOTH, results)
+    assert found["equal"] is True and found["violations"] == 0
+    check_outputs(s, results)
+    assert all(one.items > s.steps * s.layers * s.attn for one in results[-1])
+
+
+# ---- failures ---------------------------------------------------------------------------------
+
+
+def breaking(context: RankContext, s: RunSpec, phase: str, how: str) -> Any:
+    """The FFN rank raises, or dies, when it issues `phase` of its third item."""
+    count = 0
+
+    def hook(kind: str) -> None:
+        nonlocal count
+        if kind == phase:
+            count += 1
+        if count == 3 and kind == phase:
+            if how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError(f"{phase} broke")
+
+    if s.is_ffn(context.rank):
+        _hook(s, hook)
+    begin = time.monotonic()
+    try:
+        rank_main(context, s, (StreamMode.OVERLAP,))
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "", time.monotonic() - begin
+
+
+def _hook(s: RunSpec, hook: Any) -> None:
+    from xmoe.pipeline.executor import StreamExecutor
+
+    issue = StreamExecutor._issue
+
+    def broken(self: Any, ticket: Any) -> None:
+        phase = ticket.item.phases[ticket._next]
+        run = phase.run
+
+        def wrapped(context: Any) -> None:
+            hook(phase.kind.value)
+            run(context)
+
+        phase.run = wrapped
+        issue(self, ticket)
+
+    StreamExecutor._issue = broken  # this process only: it was forked for one rank
+
+
+@pytest.mark.parametrize(
+    ("connector", "phase"),
+    [("camp2p", "recv"), ("camp2p", "compute"), ("camp2p", "send")]
+    + [("camasync", phase) for phase in ("recv", "metadata", "compute", "send")],
+)
+def test_an_exception_in_any_phase_reaches_the_peers_at_once(connector: str, phase: str) -> None:
+    s = spec(connector, attn=1, layers=4, trace=False, wait_s=15.0, timeout_s=15.0)
+    results = run_ranks(breaking, s.size, s, phase, "raise", silence_s=60)
+    roles = {s.is_ffn(rank): result for rank, result in enumerate(results)}
+    assert roles[True][0] == "RuntimeError" and f"{phase} broke" in roles[True][1]
+    assert roles[False][0] == "PeerLost" and "aborted" in roles[False][1]
+    assert roles[False][2] < 10, "the peer waited for its time limit"
+
+
+@pytest.mark.parametrize(
+    ("connector", "phase"), [("camp2p", "compute"), ("camasync", "recv"), ("camasync", "send")]
+)
+def test_a_dead_peer_ends_the_others(connector: str, phase: str) -> None:
+    s = spec(connector, attn=1, layers=4, trace=False, wait_s=15.0, timeout_s=15.0)
+    begin = time.monotonic()
+    with pytest.raises(RanksFailed, match="SIGKILL") as caught:
+        run_ranks(breaking, s.size, s, phase, "die", silence_s=60)
+    assert time.monotonic() - begin < 30
+    assert {error.kind for error in caught.value.errors} == {"PeerLost"}
+
+
+def never_sends(context: RankContext, s: RunSpec) -> Any:
+    """Attention dies before its first dispatch; the FFN rank's receive is blocked (p2p), or its
+    gate is idle (async)."""
+    if not s.is_ffn(context.rank):
+        deployment._plan = lambda *args: time.sleep(0.5) or os._exit(9)
+    else:
+        deployment._plan = lambda rank, step, tokens: deployment.StepPlan(
+            s.layers, (s.tokens,) * s.stages, s.layers
+        )
+    try:
+        rank_main(context, s, (StreamMode.OVERLAP,))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("connector", ["camp2p", "camasync"])
+def test_a_peer_that_dies_before_it_sends_anything(connector: str) -> None:
+    s = spec(connector, attn=1, layers=2, trace=False, wait_s=15.0, timeout_s=15.0)
+    begin = time.monotonic()
+    with pytest.raises(RanksFailed, match="exited with code 9"):
+        run_ranks(never_sends, s.size, s, silence_s=60)
+    assert time.monotonic() - begin < 25
+
+
+# ---- the command ------------------------------------------------------------------------------
+
+
+def test_the_command_compares_both_modes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report_file, trace_file = tmp_path / "r.json", tmp_path / "t.json"
+    words = "pipeline run --connector camasync --mode both --attn 2 --ffn 1 --layers 2 --steps 2"
+    words += f" --tokens 5 --hidden 32 --dynamic-quant --json {report_file} --trace {trace_file}"
+    assert main(words.split()) == 0
+    assert "outputs equal bit for bit: yes" in capsys.readouterr().out
+    found = json.loads(report_file.read_text())
+    assert found["equal"] and set(found["modes"]) == {"serial", "overlap"}
+    assert trace_file.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("camp2p --stages 1", "overlap with one stage"),
+        ("camp2p --dynamic-quant", "a2e carries the model's type only"),
+        ("camasync --gate none", "starves compute"),
+        ("camasync --gate core_partition", "needs recv_cores"),
+        ("camasync --roles both", "nothing to overlap with"),
+        ('camasync --multistream {"is_multistream":true}', "earlier connectors"),
+        ('camasync --multistream {"max_inflght":2}', "nearest: max_inflight"),
+        ('camasync --multistream {"memory_budget_bytes":1}', "slots need"),
+        ("camasync --attn 16", "16 ranks at most"),
+    ],
+)
+def test_what_is_not_supported_is_refused_before_a_rank_starts(
+    words: str, reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*args: Any, **kw: Any) -> None:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr("xmoe.pipeline.run.run_ranks", started)
+    assert main(["pipeline", "run", "--connector", *words.split()]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_both_roles_compare_their_settings() -> None:
+    def differ(context: RankContext, s: RunSpec) -> Any:
+        config = replace(s.config, max_inflight=2 + context.rank % 2)
+        return rank_main(context, replace(s, config=config), (StreamMode.OVERLAP,))
+
+    s = spec("camp2p", attn=1)
+    with pytest.raises(RanksFailed, match="RankDisagreement"):
+        run_ranks(differ, s.size, s, silence_s=60)
+    with pytest.raises(ConfigError, match="stages=3"):
+        check(replace(s, stages=3), BOTH)

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the adapters do by themselves: groups, transfer states, FIFO, chunks, empty items, abort."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.mock_stream import MockNpu, World
+from support.pipeline import MockAsync, MockAttention, MockAttentionOps, MockP2P, PlusOne
+from xmoe.errors import CommError, ConfigError, XmoeError
+from xmoe.kernels.ops.cam.protocols import DispatchItem
+from xmoe.kernels.ops.cam.topology import CamAsyncTopology, CamP2PTopology
+from xmoe.multistream import MultistreamConfig, PipelineShape, RecvGate, StreamMode
+from xmoe.pipeline.adapters.base import AttentionOutput, StepPlan
+from xmoe.pipeline.adapters.camasync import (
+    AFDAsyncTransferState,
+    CamAsyncAttentionAdapter,
+    CamAsyncFfnAdapter,
+)
+from xmoe.pipeline.adapters.camp2p import (
+    CamP2PAttentionAdapter,
+    CamP2PFfnAdapter,
+    CAMP2PTransferState,
+)
+from xmoe.pipeline.executor import ExecutorOptions, StreamExecutor
+from xmoe.pipeline.ffn import FfnLoop
+
+GROUPS = ("g0", "g1")
+
+
+class Aborter:
+    def __init__(self, broken: bool = False) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.broken = broken
+
+    def abort(self, group: str, reason: int = 1) -> None:
+        self.calls.append((group, reason))
+        if self.broken:
+            raise CommError(f"{group} is unknown")
+
+
+def p2p_ffn(ratio: int = 1, **kw):
+    device = MockNpu(World(2))
+    ops = MockP2P(device, GROUPS, 4)
+    topology = CamP2PTopology(1, ratio, 0, hidden=4, topk=2)
+    return device, ops, CamP2PFfnAdapter(ops, topology, GROUPS, 8, **kw)
+
+
+def async_topology(attn: int = 1, is_ffn: bool = True, **kw) -> CamAsyncTopology:
+    return CamAsyncTopology(attn, 1, attn if is_ffn else 0, 4, 1, 2, max_seq_len=8, **kw)
+
+
+def test_a_stage_has_its_own_group_or_none():
+    _, _, adapter = p2p_ffn()
+    assert [adapter.group_of(stage) for stage in (0, 1)] == ["g0", "g1"]
+    for stage in (-1, 2, 7):
+        with pytest.raises(ConfigError, match=f"stage {stage}; allowed: 0 to 1"):
+            adapter.group_of(stage)
+    for groups in ((), ("a", "a"), ("a", "")):
+        with pytest.raises(ConfigError, match="a distinct name for each stage"):
+            CamP2PFfnAdapter(adapter._ops, adapter._topology, groups, 8)
+
+
+def test_rows_that_cannot_be_split_evenly_are_refused():
+    device, _, adapter = p2p_ffn(ratio=2)
+    model = PlusOne(device, adapter._ops)
+    for rows in (0, 3, 10):
+        with pytest.raises(ConfigError, match="multiple of 2 up to 8"):
+            adapter.item(0, 0, rows, model)
+    assert [item.stage for item in adapter.items(StepPlan(1, (2, 3)), model)] == [0, 1]
+
+
+def test_adapters_are_for_one_role():
+    device, ops, adapter = p2p_ffn()
+    with pytest.raises(ConfigError, match="FFN ranks come first"):
+        CamP2PAttentionAdapter(ops, adapter._topology, GROUPS)
+    with pytest.raises(ConfigError, match="Attention ranks come first"):
+        CamAsyncFfnAdapter(MockAsync(device, 1, 1), async_topology(is_ffn=False), "afd")
+
+
+def test_the_p2p_state_lives_from_receive_to_send():
+    device, ops, adapter = p2p_ffn()
+    options = ExecutorOptions(StreamMode.OVERLAP, 2, timeout_s=0.05)
+    with StreamExecutor(device, options, channels=adapter.channels()) as executor:
+        values = executor.submit(adapter.item(0, 1, 2, PlusOne(device, ops))).result()
+    state = values["state"]
+    assert isinstance(state, CAMP2PTransferState)
+    assert (state.aiv_num, state.batch_size, state.h, state.k) == (8, 2, 4, 2)
+    assert state.cam_p2p_ep_name == "g1" and state.atten_batch_size is not None
+
+
+def test_buffers_belong_to_slots_and_are_used_again():
+    device, ops, adapter = p2p_ffn()
+    options = ExecutorOptions(StreamMode.OVERLAP, 2, timeout_s=0.05)
+    with StreamExecutor(device, options, channels=adapter.channels()) as executor:
+        for layer in range(4):
+            for stage in (0, 1):
+                executor.submit(adapter.item(layer, stage, 2, PlusOne(device, ops)))
+    assert sorted(adapter._slots) == [0, 1] and ops.world.problems == []
+
+
+def test_attention_pairs_every_e2a_with_its_a2e():
+    device = MockNpu()
+    ops = MockAttentionOps(device)
+    adapter = CamP2PAttentionAdapter(ops, CamP2PTopology(1, 1, 1, hidden=4), GROUPS)
+    executor = StreamExecutor(device, ExecutorOptions(timeout_s=0.05))
+    plan, rows = StepPlan(3, (2, 2)), torch.zeros(2, 4, dtype=torch.bfloat16)
+    model = MockAttention(device)
+    executor.submit(adapter.item(plan, 0, 0, rows, model))
+    assert adapter.leftovers() == ("stage 0: layer 0",)
+    with pytest.raises(CommError, match="e2a of layer 1, but layer 0 was sent"):
+        executor.submit(adapter.item(plan, 2, 0, rows, model))
+    executor.close()
+
+
+# ---- CAMAsync ---------------------------------------------------------------------------------
+
+
+def attention_side(stages: int = 1):
+    device = MockNpu()
+    ops = MockAttentionOps(device, limit=9)
+    adapter = CamAsyncAttentionAdapter(ops, async_topology(is_ffn=False), "afd", stages=stages)
+    return device, ops, adapter, StreamExecutor(device, ExecutorOptions(timeout_s=0.05))
+
+
+def test_a_dispatch_that_fails_leaves_no_entry_behind():
+    """Reserve, launch, commit: otherwise every later combine would take the one before its own."""
+    device, ops, adapter, executor = attention_side()
+    plan, rows = StepPlan(3, (2,)), torch.zeros(2, 4, dtype=torch.bfloat16)
+    model = MockAttention(device, 1)
+    ops.fail_next = True
+    with pytest.raises(RuntimeError, match="launch refused"):
+        executor.submit(adapter.item(plan, 0, 0, rows, model))
+    executor.close()
+    assert adapter.leftovers() == ()
+    again = StreamExecutor(device, ExecutorOptions(timeout_s=0.05))
+    again.submit(adapter.item(plan, 0, 0, rows, model))
+    assert adapter.leftovers() == ("stage 0: layer 0",)
+    ops.fail_next = True  # a combine that fails keeps its entry: it was not answered
+    with pytest.raises(RuntimeError):
+        again.submit(adapter.item(plan, 1, 0, rows, model))
+    assert adapter.leftovers() == ("stage 0: layer 0",)
+    again.close()
+
+
+def test_a_combine_takes_the_dispatch_of_its_own_layer():
+    device, _, adapter, executor = attention_side()
+    plan, rows = StepPlan(3, (2,)), torch.zeros(2, 4, dtype=torch.bfloat16)
+    model = MockAttention(device, 1)
+    executor.submit(adapter.item(plan, 0, 0, rows, model))
+    with pytest.raises(CommError, match="combine of layer 1, but layer 0 is pending"):
+        executor.submit(adapter.item(plan, 2, 0, rows, model))
+    executor.close()
+    with pytest.raises(ConfigError, match="stage 1; allowed: 0 to 0"):
+        adapter.item(plan, 0, 1, rows, model)
+
+
+def test_attention_without_routing_is_refused():
+    device, _, adapter, executor = attention_side()
+    plan, rows = StepPlan(1, (2,)), torch.zeros(2, 4, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="gave no topk_ids"):
+        executor.submit(adapter.item(plan, 0, 0, rows, MockAttention(device, None)))
+    executor.close()
+
+
+class QuantAsync(MockAsync):
+    """int8 rows with a scale each."""
+
+    def empty_item(self, topology, capacity=None) -> DispatchItem:
+        item = super().empty_item(topology, capacity)
+        item.hidden_states = item.hidden_states.to(torch.int8)
+        return item
+
+
+@pytest.mark.parametrize("quant", [False, True])
+def test_items_without_rows_are_answered_with_a_row_of_the_model_type(quant):
+    """rows of group 0: 0, 1, 2 in turn. int8 is refused by combine_send (and by its mock)."""
+    device = MockNpu(World(4))
+    ops = (QuantAsync if quant else MockAsync)(device, 1, 6)
+    adapter = CamAsyncFfnAdapter(
+        ops, async_topology(dynamic_quant=quant), "afd",
+        gate=RecvGate.READY_PROBE, probe=ops, capacity=8,
+    )  # fmt: skip
+    model = PlusOne(device, ops)
+    states = []
+    options = ExecutorOptions(StreamMode.OVERLAP, 2, timeout_s=0.05)
+    with StreamExecutor(device, options, channels=adapter.channels()) as executor:
+        for item in adapter.items(StepPlan(6, (2,), dispatches=6), model):
+            states.append(executor.submit(item).result()["state"])
+    assert ops.world.problems == [] and ops.answers == [(0, layer) for layer in range(6)]
+    assert model.layers == [1, 2, 4, 5]  # nothing was computed where nothing came
+    assert all(isinstance(state, AFDAsyncTransferState) for state in states)
+    assert [state.layer_idx for state in states] == list(range(6))
+    scales = [None if s.dynamic_scales is None else len(s.dynamic_scales) for s in states]
+    assert scales == ([0, 1, 2, 0, 1, 2] if quant else [None] * 6)
+    assert adapter.metadata_reads == 12 and adapter.finished == 6
+
+
+def test_parts_of_two_dispatches_must_not_mix():
+    device = MockNpu(World(4))
+    ops = MockAsync(device, 2, 2, chunks=2)
+    adapter = CamAsyncFfnAdapter(
+        ops, async_topology(2), "afd", gate=RecvGate.READY_PROBE, probe=ops, capacity=8
+    )
+    executor = StreamExecutor(device, ExecutorOptions(StreamMode.OVERLAP, 2, timeout_s=0.05))
+    model = PlusOne(device, ops)
+    executor.submit(adapter.item(model))
+    assert adapter.leftovers() and adapter.finished == 0
+    ops.part = 0  # as if another receive had taken the rest
+    ops.flag[0], ops.flag[1] = ops.flag[1], ops.flag[0]
+    with pytest.raises(CommError, match="after the unfinished"):
+        executor.submit(adapter.item(model))
+    executor.close()
+
+
+def test_the_operators_own_shutdown_item_ends_the_loop():
+    device = MockNpu(World(4))
+    ops = MockAsync(device, 1, 9)
+    adapter = CamAsyncFfnAdapter(
+        ops, async_topology(), "afd", gate=RecvGate.READY_PROBE, probe=ops, capacity=8
+    )
+    config = MultistreamConfig(
+        mode=StreamMode.OVERLAP, recv_gate=RecvGate.READY_PROBE, memory_budget_bytes=1000,
+        wait_timeout_s=0.05,
+    )  # fmt: skip
+    shape = PipelineShape(1, 1, 9, recv_bytes=64)
+    loop = FfnLoop(device, adapter, PlusOne(device, ops), config, shape)
+    read = adapter._metadata
+
+    def stop_item(context) -> None:
+        if adapter.finished == 2:
+            adapter._buffers(context.slot).received.batch_info[1] = -1
+            adapter._buffers(context.slot).received.tokens_per_expert.zero_()
+        read(context)
+
+    adapter._metadata = stop_item
+    assert loop.serve(StepPlan(9, (2,))) == 3
+    assert adapter.stopped and adapter.finished == 2
+
+
+def test_abort_reaches_every_group_once():
+    aborter = Aborter()
+    _, _, adapter = p2p_ffn(aborter=aborter)
+    assert adapter.capabilities.peer_abort and adapter.abort(3) and adapter.abort(4)
+    assert aborter.calls == [("g0", 3), ("g1", 3)]
+    _, _, mute = p2p_ffn()
+    assert not mute.capabilities.peer_abort and mute.abort(1) is False
+    broken = Aborter(broken=True)
+    _, _, adapter = p2p_ffn(aborter=broken)
+    with pytest.raises(CommError, match="g0 is unknown; g1 is unknown"):
+        adapter.abort(1)
+    assert len(broken.calls) == 2  # the second group was tried all the same
+
+
+def test_a_failing_loop_tells_its_peers_and_a_good_one_does_not():
+    for broken in (False, True):
+        aborter = Aborter()
+        device, ops, adapter = p2p_ffn(aborter=aborter)
+        config = MultistreamConfig(mode=StreamMode.OVERLAP, wait_timeout_s=0.05)
+        shape = PipelineShape(1, 1, 2, stages=2, channels=GROUPS)
+        model = PlusOne(device, ops)
+        if broken:
+            model.compute = lambda *args: 1 / 0
+        loop = FfnLoop(device, adapter, model, config, shape)
+        if broken:
+            with pytest.raises(ZeroDivisionError):
+                loop.run_step(StepPlan(2, (2, 2)))
+            assert aborter.calls == [("g0", 1), ("g1", 1)]
+            with pytest.raises(XmoeError, match="first failure"):
+                loop.run_step(StepPlan(2, (2, 2)))
+        else:
+            loop.run_step(StepPlan(2, (2, 2)))
+            assert aborter.calls == []
+        loop.close()
+
+
+def test_unsupported_settings_make_no_stream():
+    device, ops, adapter = p2p_ffn()
+    config = MultistreamConfig(mode=StreamMode.OVERLAP)
+    shape = PipelineShape(1, 1, 2, stages=1, channels=("g0",))
+    with pytest.raises(ConfigError, match="overlap with one stage"):
+        FfnLoop(device, adapter, PlusOne(device, ops), config, shape)
+    assert device.streams == []
+
+
+def test_attention_output_is_a_plain_value():
+    rows = torch.zeros(1, 4)
+    assert AttentionOutput(rows).topk_ids is None
