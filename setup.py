@@ -19,6 +19,7 @@ PACKAGES = {
     "xmoe": "xmoe",
     "xmoe.pipeline": "xmoe/pipeline",
     "xmoe.pipeline.adapters": "xmoe/pipeline/adapters",
+    "xmoe.pipeline.probes": "xmoe/pipeline/probes",
     "xmoe.regress": "xmoe/regress",
     "xmoe.conformance": "xmoe/conformance",
     "xmoe.kernels": "kernels",
@@ -63,7 +64,11 @@ setup(
     packages=list(PACKAGES),
     package_dir=PACKAGES,
     package_data=PACKAGE_DATA,
-    exclude_package_data={"": ["*.pyc", "*/__pycache__/*", "README.md"]},
+    exclude_package_data={
+        "": ["*.pyc", "*/__pycache__/*", "README.md"],
+        # Works with one torch only; see kernels/softdev/build.py.
+        "xmoe.kernels.softdev": ["ascend/lib64/libopapi.so"],
+    },
     include_package_data=False,
     cffi_modules=["kernels/acl/build.py:ffibuilder"],
     cmdclass={"build_py": BuildPackage},

@@ -119,9 +119,10 @@ def run_ranks(
         try:
             for rank in range(size):
                 parent, child = context.Pipe()
+                about = (os.getpid(), dict(environ or {}))
                 process = context.Process(
                     target=_child,
-                    args=(fn, rank, size, store_path, child, threads, os.getpid(), dict(environ or {}), args),
+                    args=(fn, rank, size, store_path, child, threads, *about, args),
                     name=f"xmoe-rank-{rank}",
                     daemon=True,
                 )

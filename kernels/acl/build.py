@@ -47,6 +47,7 @@ HELPERS = r"""
 #endif
 #include <dlfcn.h>
 #include <link.h>
+#include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>

@@ -13,7 +13,6 @@ per shape. The argument list comes from the variant table, as in `xmoe.kernels.a
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -120,10 +119,10 @@ class LaunchPlan:
         variant = symbols.require_variant()
         self.symbols = symbols
         self._runtime = runtime
-        self._lock = threading.Lock()
         self._lib = lib = runtime.native.lib
         self._step = lib.xm_plan_step
-        self._native = ffi_null = runtime.ffi.NULL
+        self._keep = contextlib.ExitStack()
+        ffi_null = runtime.ffi.NULL
         check_arguments(variant, {**constants, **dict.fromkeys(STEP_TENSORS)})
         compiled = lib.xm_plan_signature(variant.id.encode())
         if compiled == ffi_null or runtime.ffi.string(compiled).decode() != variant.signature:
@@ -134,14 +133,15 @@ class LaunchPlan:
             )
         types = [dtype_code(name) for name in STEP_TENSORS.values()]
         functions = _functions(runtime, symbols)
-        self._native = lib.xm_plan_new(
+        made = lib.xm_plan_new(
             variant.id.encode(), functions, reuse_executor, hidden, local_experts, types
         )
-        if self._native == ffi_null:
+        if made == ffi_null:
             raise MemoryError("a launch plan could not be allocated")
+        # A thread may still be on its way into a plan that another closes.
+        self._native = runtime.ffi.gc(made, lib.xm_plan_free)
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            self._keep = contextlib.ExitStack()
             self._slots: dict[str, int] = {}
             for slot, param in enumerate(variant.params):
                 if param.kind not in ("W", "X"):
@@ -207,51 +207,49 @@ class LaunchPlan:
                 nothing was queued.
             AclError: the vendor refused.
         """
-        with self._lock:
-            status = self._step(
-                self._native,
-                tokens,
-                topk,
-                x,
-                ids,
-                weights,
-                mask,
-                y,
-                counts,
-                workspace.address,
-                workspace.nbytes,
-                stream,
-            )
-            if status:
-                self._more(status, stream, workspace)
+        status = self._step(
+            self._native,
+            tokens,
+            topk,
+            x,
+            ids,
+            weights,
+            mask,
+            y,
+            counts,
+            workspace.address,
+            workspace.nbytes,
+            stream,
+        )
+        if status:
+            self._more(status, stream, workspace)
 
     def _more(self, status: int, stream: int, workspace: Workspace) -> None:
-        lib = self._lib
+        lib, native = self._lib, self._native
         if status == lib.XM_MORE_WORKSPACE:
+            # The step holds the plan for this thread until it is resumed or abandoned.
             try:
-                workspace.take(lib.xm_plan_need(self._native))
-                status = lib.xm_plan_resume(
-                    self._native, workspace.address, workspace.nbytes, stream
-                )
-            finally:
-                lib.xm_plan_abandon(self._native)
+                workspace.take(lib.xm_plan_need(native))
+                address, nbytes = workspace.address, workspace.nbytes
+            except BaseException:
+                lib.xm_plan_abandon(native)
+                raise
+            status = lib.xm_plan_resume(native, address, nbytes, stream)
         if status:
             self._raise(status)
 
     def rebind(self, key: str, address: int) -> None:
         """A constant's memory moved: make its descriptors anew, and forget what was prepared with
         the old address. Launches that are queued already still use the old memory."""
-        with self._lock:
-            status = self._lib.xm_plan_rebind(self._native, self._slots.get(key, -1), address)
-            if status:
-                self._raise(status)
+        status = self._lib.xm_plan_rebind(self._native, self._slots.get(key, -1), address)
+        if status:
+            self._raise(status)
 
     def rebuild(self) -> None:
         """Make every descriptor of the plan anew, as if nothing had been cached."""
-        with self._lock:
-            status = self._lib.xm_plan_rebuild(self._native)
-            if status:
-                self._raise(status)
+        status = self._lib.xm_plan_rebuild(self._native)
+        if status:
+            self._raise(status)
 
     @property
     def workspace_bytes(self) -> int:
@@ -281,15 +279,18 @@ class LaunchPlan:
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return bool(self._native == self._runtime.ffi.NULL)
+        return bool(self._lib.xm_plan_closed(self._native))
 
     def close(self) -> None:
-        """Destroy all descriptors. After the last launch ended. Twice is harmless."""
-        with self._lock:
-            native, self._native = self._native, self._runtime.ffi.NULL
-            self._lib.xm_plan_free(native)
-            if hasattr(self, "_keep"):
-                self._keep.close()
+        """Destroy all descriptors. After the last launch ended. Twice is harmless.
+
+        Raises:
+            AclError: the vendor refuses; the plan counts as closed all the same.
+        """
+        with self._keep:
+            status = self._lib.xm_plan_close(self._native)
+            if status:
+                self._raise(status)
 
     def __enter__(self) -> LaunchPlan:
         return self
@@ -298,7 +299,7 @@ class LaunchPlan:
         self.close()
 
     def _raise(self, status: int) -> None:
-        """The error for a native status; lock held."""
+        """The error for a native status."""
         lib, names = self._lib, list(STEP_TENSORS)
         if status > 0:
             check(self._runtime, status, _CALLS[lib.xm_plan_failed_call(self._native)])

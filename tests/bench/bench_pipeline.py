@@ -106,7 +106,12 @@ def _spec(connector: str, compute_us: int, copy_us: int, layers: int) -> tuple[A
 
 
 def workload(
-    connector: str, name: str, rounds: int, layers: int, realtime: bool, pictures: Path | None,
+    connector: str,
+    name: str,
+    rounds: int,
+    layers: int,
+    realtime: bool,
+    pictures: Path | None,
     scale: int,
 ) -> dict[str, Any]:
     """One connector and workload: rounds of serial and overlap, alternating in the same ranks."""
@@ -134,7 +139,9 @@ def workload(
         one["device_waits"] = sum(run[0].counters["host_device_waits"] for run in runs)
         rounds_of[mode.value].append(one)
         if pictures is not None and number == len(modes) - 1:
-            _picture(trace, pictures / f"pipeline-{connector}-{name}.png".replace(", ", "-").replace(" ", "-"), f"{connector}, {name}")
+            title = f"{connector}, {name}"
+            file = title.replace(", ", "-").replace(" ", "-") + f"-x{scale}.png"
+            _picture(trace, pictures / file, title)
     tokens = spec.tokens * spec.attn * spec.stages * layers
     rows: dict[str, Any] = {}
     for mode, ones in rounds_of.items():
@@ -336,7 +343,8 @@ def _executor_rank(context: Any, rounds: int) -> dict[str, Any]:
 def _print(one: dict[str, Any]) -> None:
     for mode, row in one["modes"].items():
         print(
-            f"{one['connector']:<25}{one['workload']:<20}x{one['scale']} {mode:<8} {row['layer_us']:9.0f} us a layer "
+            f"{one['connector']:<25}{one['workload']:<20}x{one['scale']} {mode:<8} "
+            f"{row['layer_us']:9.0f} us a layer "
             f"{row['tokens_per_s']:9.0f} tokens/s  hidden {row['hidden_share']:.2f}  "
             f"bound/measured {row['bound_over_measured']:.3f}  "
             f"achieved/possible {row['achieved_over_possible']}  "

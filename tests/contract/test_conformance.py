@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -86,6 +87,7 @@ def _raise(error: Exception) -> Callable[[Any], str]:
 
 
 def _die(session: Any) -> str:
+    faulthandler.disable()  # pytest's would print the stacks of this process
     os.kill(os.getpid(), signal.SIGSEGV)
     return ""
 

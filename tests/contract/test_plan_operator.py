@@ -139,7 +139,8 @@ say({"seen": seen, "unguarded": unguarded})
 
 @pytest.mark.parametrize("reuse", [False, True])
 def test_weights_with_new_memory_are_followed(reuse: bool, child: Run) -> None:
-    got = child("""
+    got = child(
+        """
 once()
 old = weights.gate_up.data_ptr()
 assert number(WEIGHT1) == old
@@ -158,7 +159,9 @@ lists = nnop.stubNnopCounts()[1]
 once()
 say({"unguarded": unguarded, "followed": followed, "context": context,
      "settled": nnop.stubNnopCounts()[1] == lists})
-""", reuse)
+""",
+        reuse,
+    )
     # "unguarded": without the guard the vendor would have been given the old memory.
     assert got == {"unguarded": True, "followed": True, "context": True, "settled": True}
 
@@ -236,7 +239,8 @@ say({"seen": seen, "fine": attempt(), "masked": attempt(mask=torch.ones(T, dtype
 
 @pytest.mark.parametrize("reuse", [False, True])
 def test_a_hundred_launches_allocate_nothing_and_wait_for_nothing(reuse: bool, child: Run) -> None:
-    got = child("""
+    got = child(
+        """
 for _ in range(20):
     once()
 gc.collect()
@@ -254,7 +258,9 @@ acl_after = acl_counts()
 say({"grown": grown, "acl": {k: acl_after[k] - acl_before[k] for k in acl_after},
      "nnop": [a - b for a, b in zip(nnop.stubNnopCounts()[:4], nnop_before)],
      "blocks": workspace.nbytes})
-""", reuse)
+""",
+        reuse,
+    )
     assert got["grown"] < 2000, got  # bytes; a leak of one object a launch would be 5000 or more
     # One event recorded a launch (the fence's), no wait on host or device, no device memory.
     assert got["acl"] == {"recorded": 100, "waited": 0, "synchronised": 0, "allocated": 0}

@@ -176,8 +176,11 @@ def test_a_kept_executor_is_moved_and_phase_one_asked_once_a_shape(tmp_path: Pat
 def test_without_repeatable_executors_every_launch_asks_phase_one(
     flag: str, tmp_path: Path
 ) -> None:
-    code = STEADY.replace("told = plan.counters()", """told = plan.counters()
-    told |= {"reuses": plan.reuses_executor, "refused": plan.reuse_refused}""")
+    code = STEADY.replace(
+        "told = plan.counters()",
+        """told = plan.counters()
+    told |= {"reuses": plan.reuses_executor, "refused": plan.reuse_refused}""",
+    )
     got = child(tmp_path, "REUSE = True" + code, "B", flag)
     assert got["wrong"] == 0 and got["prepared"] == 100
     assert got["told"]["reuses"] is False
@@ -185,17 +188,22 @@ def test_without_repeatable_executors_every_launch_asks_phase_one(
 
 
 def test_masks_never_reuse_an_executor(tmp_path: Path) -> None:
-    got = child(tmp_path, """
+    got = child(
+        tmp_path,
+        """
 with make(reuse=True) as plan:
     for number in range(3):
         step(plan, number, mask=True)
     say(plan.counters())
-""")
+""",
+    )
     assert got["phase_one"] == 3 and got["reused"] == 0
 
 
 def test_shapes_are_bounded(tmp_path: Path) -> None:
-    got = child(tmp_path, """
+    got = child(
+        tmp_path,
+        """
 with make(reuse=True) as plan:
     for tokens in range(1, 33):
         step(plan, tokens=tokens, topk=1)
@@ -204,7 +212,8 @@ with make(reuse=True) as plan:
     step(plan, tokens=32, topk=1)
     again = plan.counters()
 say({"told": told, "alive": alive, "again": again, "end": counts()})
-""")
+""",
+    )
     assert got["told"]["shapes"] == 16 and got["told"]["evicted"] == 16
     constant = 1 + 6 * 2
     assert got["alive"]["tensors"] - got["alive"]["dead_tensors"] == constant + 16 * 5
@@ -215,7 +224,9 @@ say({"told": told, "alive": alive, "again": again, "end": counts()})
 
 
 def test_vendor_failures_name_the_call_and_leave_the_plan_usable(tmp_path: Path) -> None:
-    got = child(tmp_path, """
+    got = child(
+        tmp_path,
+        """
 seen = []
 for reuse in (False, True):
     with make(reuse=reuse) as plan:
@@ -236,7 +247,8 @@ for reuse in (False, True):
         seen.append(plan.counters()["phase_one"])
 end = counts()
 say({"seen": seen, "left": end["tensors"] - end["dead_tensors"]})
-""")
+""",
+    )
     for at in (0, 6):
         one, fine, two, again, kept, asked = got["seen"][at : at + 6]
         assert "aclnnMegaMoeGetWorkspaceSize" in one and "561002" in one
@@ -248,7 +260,9 @@ say({"seen": seen, "left": end["tensors"] - end["dead_tensors"]})
 
 
 def test_a_workspace_that_cannot_be_had_leaves_no_executor(tmp_path: Path) -> None:
-    got = child(tmp_path, """
+    got = child(
+        tmp_path,
+        """
 class Empty(Scratch):
     def take(self, nbytes):
         raise MemoryError(nbytes)
@@ -266,7 +280,8 @@ with make() as plan:
     step(plan)
 say({"seen": seen, "small": small, "held": held, "launches": number_of("launches").value,
      "dead": counts()["dead_executors"]})
-""")
+""",
+    )
     assert got["seen"] == "4096" and got["held"] == 0 and got["launches"] == 1
     assert "4096" in got["small"] and got["dead"] == 2
 
@@ -311,7 +326,9 @@ def test_guards_on_addresses_and_on_a_closed_plan(tmp_path: Path) -> None:
 
 
 def test_moved_constants_are_described_anew(tmp_path: Path) -> None:
-    got = child(tmp_path, """
+    got = child(
+        tmp_path,
+        """
 where = [p.key for p in symbols.variant.params].index("weight1")
 with make(reuse=True) as plan:
     step(plan)
@@ -327,14 +344,17 @@ end = counts()
 say({"before": before, "after": after, "again": again, "asked": asked,
      "left": [end["tensors"] - end["dead_tensors"], end["lists"] - end["dead_lists"],
               end["repeatable"] - end["dead_executors"]]})
-""")
+""",
+    )
     assert got["before"] == 0x1000 + 0x400 * 4 and got["after"] == got["again"] == 0x20000
     assert got["asked"] == 2  # what was prepared with the old address is forgotten
     assert got["left"] == [0, 0, 0]
 
 
 def test_refusals_when_a_plan_is_made(tmp_path: Path) -> None:
-    got = child(tmp_path, """
+    got = child(
+        tmp_path,
+        """
 from xmoe.kernels.acl import variants
 b = variants.VARIANTS["B"]
 swapped = list(b.params)
@@ -360,7 +380,8 @@ seen = {
 end = counts()
 say({"seen": seen, "left": end["tensors"] - end["dead_tensors"], "prepared":
      number_of("prepared").value})
-""")
+""",
+    )
     seen = got["seen"]
     assert "LibraryError" in seen["stale"] and "build.py" in seen["stale"]
     assert "weight1" in seen["missing"] and "did you mean 'weight1'" in seen["unknown"]
@@ -371,7 +392,9 @@ say({"seen": seen, "left": end["tensors"] - end["dead_tensors"], "prepared":
 
 
 def test_threads_take_turns_on_one_plan(tmp_path: Path) -> None:
-    got = child(tmp_path, """
+    got = child(
+        tmp_path,
+        """
 wrong = []
 def work(number):
     scratch = Scratch()
@@ -389,5 +412,6 @@ end = counts()
 say({"launches": number_of("launches").value, "told": told,
      "left": [end["tensors"] - end["dead_tensors"], end["lists"] - end["dead_lists"],
               end["repeatable"] - end["dead_executors"]]})
-""")
+""",
+    )
     assert got["told"]["launches"] == 1600 and got["left"] == [0, 0, 0]

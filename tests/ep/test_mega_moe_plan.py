@@ -51,9 +51,7 @@ def anew(me, op, tokens, mask=None):
                            dtype=value.dtype)
                 for i in range(value.count)
             ]  # fmt: skip
-            return keep.enter_context(
-                TensorListDesc(runtime, made) if value.is_list else made[0]
-            )
+            return keep.enter_context(TensorListDesc(runtime, made) if value.is_list else made[0])
 
         args = {
             key: described(value) if isinstance(value, Packed) else value

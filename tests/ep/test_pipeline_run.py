@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.tree import ROOT
 from xmoe.cli import main
-from xmoe.errors import ConfigError
+from xmoe.errors import ConfigError, PeerLost, PipelineStopped
 from xmoe.multistream import HostFence, MultistreamConfig, RecvGate, StreamMode
 from xmoe.pipeline import deployment
 from xmoe.pipeline.deployment import RankRun, RunSpec, own_tokens, rank_main, step_input
@@ -223,6 +225,68 @@ def test_a_peer_that_dies_before_it_sends_anything(connector: str) -> None:
     with pytest.raises(RanksFailed, match="exited with code 9"):
         run_ranks(never_sends, s.size, s, silence_s=60)
     assert time.monotonic() - begin < 25
+
+
+def blocked(context: RankContext, s: RunSpec) -> Any:
+    """A receive waits on the device, in cores of its own; then the loop is told to stop."""
+    os.environ["XSD_CAM_DISPATCH_RECV_CORES"] = "16"
+    group = context.init_process_group(30.0)
+    deployment.introduce(group, 30.0)
+    with deployment.HostDevice(deployment.load(deployment.find_toolkit()), context.rank) as device:
+        rank = deployment._Rank(s, context.rank, group, device)
+        try:
+            with rank.communicators(1) as groups:
+                if not s.is_ffn(context.rank):
+                    time.sleep(0.1)
+                    return "idle"
+                loop = rank.ffn_loop(s.config, groups)
+                threading.Timer(0.3, loop.stop).start()
+                begin = time.monotonic()
+                try:
+                    loop.serve(deployment.StepPlan(s.layers, (s.tokens,)))
+                except PipelineStopped as error:
+                    said = str(error)
+                loop.close()
+                loop.close()
+                return said, loop.executor.quarantined, time.monotonic() - begin
+        except PeerLost as error:
+            return str(error)
+
+
+def test_stop_while_a_receive_is_blocked_ends_it_by_the_abort_word() -> None:
+    s = spec("camasync", attn=1, wait_s=15.0, timeout_s=15.0)
+    config = replace(
+        s.config, recv_gate=RecvGate.CORE_PARTITION, recv_cores=16, compute_cores=8, send_cores=8
+    )
+    _, (said, quarantined, seconds) = run_ranks(blocked, 2, replace(s, config=config), silence_s=60)
+    assert "stopped during camasync" in said and "phase recv" in said
+    assert quarantined == 0 and seconds < 5
+
+
+def partitioned(context: RankContext, s: RunSpec) -> Any:
+    os.environ["XSD_CAM_DISPATCH_RECV_CORES"] = "16"
+    return rank_main(context, s, BOTH)
+
+
+def test_a_core_partition_takes_the_place_of_the_gate() -> None:
+    s = spec("camasync", attn=2, layers=4)
+    config = replace(
+        s.config, recv_gate=RecvGate.CORE_PARTITION, recv_cores=16, compute_cores=8, send_cores=8
+    )
+    s = replace(s, config=config)
+    check(s, BOTH)
+    results = run_ranks(partitioned, s.size, s, silence_s=60)
+    found = report(s, BOTH, results)
+    assert found["equal"] is True and found["violations"] == 0
+    check_outputs(s, results)
+
+
+def test_no_device_is_ever_waited_for_as_a_whole() -> None:
+    """Neither the executor nor anything it calls binds aclrtSynchronizeDevice."""
+    for folder in ("xmoe/pipeline", "kernels/ops/cam"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if "probes" not in path.parts:
+                assert "SynchronizeDevice" not in path.read_text(), path
 
 
 # ---- the command ------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ FINDINGS_KEPT = 20  # of one batch
 PAGE = 1 << 20
 ENVIRONMENT = {
     "XSD_WAIT_TIMEOUT_MS": "50",
+    "HCCL_CONNECT_TIMEOUT": "60",  # or joining a group would have to be as quick on a busy machine
     "XSD_MEMORY_BYTES": str(1 << 36),
     "HCCL_BUFFSIZE": "16",
     "XMOE_ABI_PROBE": "off",  # one process per batch and variant: the pin is enough here
@@ -209,6 +210,8 @@ def fuzz(
             if progress:
                 found = sum(len(b.findings) for b in done)
                 print(f"{ran} sets, {found} findings", file=sys.stderr, flush=True)
+                for text in one.findings:
+                    print(f"{target} {variant}: {text}", file=sys.stderr, flush=True)
     return summary(done, start, time.monotonic() - begin)
 
 

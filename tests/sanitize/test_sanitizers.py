@@ -116,7 +116,7 @@ def test_a_defect_is_seen(sanitize: str, tmp_path: Path) -> None:
     else:
         source.write_text(
             "#include <cstdlib>\nint main(int argc, char**) {\n"
-            "  auto* memory = static_cast<volatile char*>(std::malloc(4));\n"
+            "  auto* memory = static_cast<volatile char*>(std::calloc(4, 1));\n"
             "  return memory[argc + 3];\n}\n"
         )
     built = subprocess.run(_command([source], program, sanitize), capture_output=True, text=True)

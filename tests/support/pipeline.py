@@ -73,6 +73,7 @@ class MockP2P:
         self.received = dict.fromkeys(groups, 0)
         self.answered = dict.fromkeys(groups, 0)
         self.issued = dict.fromkeys(groups, 0)
+        self.values: list[float] = []
         self.sources: dict[int, int] = {}
         self.layers = layers
         self.alive = True
@@ -143,6 +144,7 @@ class MockP2P:
 
         def finish() -> None:
             self.running.pop(group, None)
+            self.values.append(float(hidden_states[0, 0]))
             if float(hidden_states[0, 0]) != number + 2:
                 self.world.violation(f"{name} carries {float(hidden_states[0, 0])}")
             self.memory.sent(source, f"{group}.{number}")
@@ -198,6 +200,7 @@ class MockAsync:
         self.alive = True
         self.stop = False
         self.answers: list[tuple[int, int]] = []
+        self.values: list[float] = []
         self.sources: dict[int, int] = {}
         self.world.actors.append(self._attention)
 
@@ -285,6 +288,7 @@ class MockAsync:
 
         def finish() -> None:
             rows, g, layer, _, last = batch_info[:5].tolist()
+            self.values.append(float(expert_out[0, 0]))
             if address is not None:
                 self.memory.sent(address, f"{g}.{layer}.{last}")
                 if float(expert_out[0, 0]) != layer + 2:

@@ -140,7 +140,8 @@ class Soft:
         self.check("aclrtSetDevice", self.acl.aclrtSetDevice(self.device))
 
     def text(self) -> str:
-        return (self.acl.aclGetRecentErrMsg() or b"").decode()
+        # The device's buffers are short: a long argument may be cut inside a character.
+        return (self.acl.aclGetRecentErrMsg() or b"").decode(errors="replace")
 
     def check(self, call: str, code: int) -> None:
         if code != 0:

@@ -63,7 +63,7 @@ def test_no_command_shows_help_and_fails(capsys: pytest.CaptureFixture[str]) -> 
     ("words", "expected"),
     [
         (["doctr"], "unknown command 'doctr'; did you mean doctor?"),
-        (["zzz"], "allowed: doctor, explain, regress, device"),
+        (["zzz"], f"allowed: {', '.join(entry.name for entry in cli.COMMANDS)}"),
         (["regress", "--rouds", "3"], "unknown argument '--rouds'; did you mean --rounds?"),
         (["regress", "--rouds=3"], "did you mean --rounds?"),
         (["--debgu", "doctor"], "did you mean --debug?"),

@@ -37,7 +37,7 @@ COMM = frozenset({"xmoe.comm"})
 PIPELINE = frozenset({"xmoe.pipeline"})
 EXECUTOR = PIPELINE | {"xmoe.executor"}
 DEPLOYMENT = frozenset(
-    f"xmoe.pipeline.{name}" for name in ("deployment", "run", "report", "command")
+    f"xmoe.pipeline.{name}" for name in ("deployment", "run", "report", "command", "more", "probes")
 )
 RUNNER = frozenset({"xmoe.runner"})
 TORCH = frozenset({"torch"})
@@ -68,11 +68,10 @@ LAYERS = {
     "xmoe.pipeline": Layer(VALUES | PIPELINE | {"xmoe.kernels.ops", "xmoe.kernels.device"}, TORCH),
     # The deployment of the command is a composition root of its own, like the runner.
     **{
-        f"xmoe.pipeline.{name}": Layer(
-            VALUES | KERNELS | COMM | PIPELINE | DEPLOYMENT | {"xmoe.ranks"}, TORCH
-        )
-        for name in ("deployment", "run", "report", "command")
+        unit: Layer(VALUES | KERNELS | COMM | PIPELINE | DEPLOYMENT | {"xmoe.ranks"}, TORCH)
+        for unit in DEPLOYMENT
     },
+    "xmoe.pipeline.timeline": Layer(VALUES | PIPELINE, frozenset({"matplotlib"})),
     "xmoe.facts": Layer(VALUES | ACL | {"xmoe.kernels.capability", "xmoe.policy"}),
     "xmoe.runner": Layer(
         VALUES | KERNELS | COMM | EXECUTOR | RUNNER | {"xmoe.policy", "xmoe.facts"}, TORCH
@@ -83,7 +82,14 @@ LAYERS = {
     **{
         f"xmoe.{name}": TOP
         for name in (
-            "cli", "conformance", "device", "doctor", "explain", "regress", "__main__", "__init__"
+            "cli",
+            "conformance",
+            "device",
+            "doctor",
+            "explain",
+            "regress",
+            "__main__",
+            "__init__",
         )
     },
 }

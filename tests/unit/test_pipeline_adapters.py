@@ -8,7 +8,7 @@ import torch
 
 from support.mock_stream import MockNpu, World
 from support.pipeline import MockAsync, MockAttention, MockAttentionOps, MockP2P, PlusOne
-from xmoe.errors import CommError, ConfigError, XmoeError
+from xmoe.errors import CommError, ConfigError, PeerLost, XmoeError
 from xmoe.kernels.ops.cam.protocols import DispatchItem
 from xmoe.kernels.ops.cam.topology import CamAsyncTopology, CamP2PTopology
 from xmoe.multistream import MultistreamConfig, PipelineShape, RecvGate, StreamMode
@@ -23,6 +23,7 @@ from xmoe.pipeline.adapters.camp2p import (
     CamP2PFfnAdapter,
     CAMP2PTransferState,
 )
+from xmoe.pipeline.attention import AttentionLoop
 from xmoe.pipeline.executor import ExecutorOptions, StreamExecutor
 from xmoe.pipeline.ffn import FfnLoop
 
@@ -273,6 +274,65 @@ def test_a_failing_loop_tells_its_peers_and_a_good_one_does_not():
             loop.run_step(StepPlan(2, (2, 2)))
             assert aborter.calls == []
         loop.close()
+
+
+@pytest.mark.parametrize("connector", ["camp2p", "camasync"])
+def test_without_an_abort_word_the_rest_of_the_step_is_answered_with_nan(connector):
+    """The peers' kernels spin without a limit: each of them gets its answer, and it is NaN."""
+    if connector == "camp2p":
+        device, ops, adapter = p2p_ffn()
+        shape = PipelineShape(1, 1, 4, stages=2, channels=GROUPS)
+        config = MultistreamConfig(mode=StreamMode.OVERLAP, wait_timeout_s=0.05)
+        plan = StepPlan(4, (2, 2))
+    else:
+        device = MockNpu(World(4))
+        ops = MockAsync(device, 2, 4)
+        ops.rows = lambda group, layer: 2
+        adapter = CamAsyncFfnAdapter(
+            ops, async_topology(2), "afd", gate=RecvGate.READY_PROBE, probe=ops, capacity=8
+        )
+        shape = PipelineShape(2, 1, 4, attention_groups=2, recv_bytes=64)
+        config = MultistreamConfig(
+            mode=StreamMode.OVERLAP, recv_gate=RecvGate.READY_PROBE, memory_budget_bytes=1000,
+            wait_timeout_s=0.05,
+        )  # fmt: skip
+        plan = StepPlan(4, (2,), dispatches=8)
+    model = PlusOne(device, ops)
+    compute = model.compute
+    calls = []
+
+    def breaks(item, out, stream) -> None:
+        calls.append(out)
+        if len(calls) == 3:
+            raise ValueError("bad layer")
+        compute(item, out, stream)
+
+    model.compute = breaks
+    loop = FfnLoop(device, adapter, model, config, shape)
+    with pytest.raises(ValueError, match="bad layer"):
+        loop.run_step(plan)
+    answered = sum(ops.answered.values()) if connector == "camp2p" else len(ops.answers)
+    assert answered == 8 and len(calls) == 3
+    poisoned = [value != value for value in ops.values]
+    assert poisoned == [False] * 2 + [True] * 6
+    loop.close()
+
+
+def test_attention_takes_nan_for_a_failed_peer():
+    device = MockNpu()
+    adapter = CamP2PAttentionAdapter(
+        MockAttentionOps(device), CamP2PTopology(1, 1, 1, hidden=4), GROUPS
+    )
+    config = MultistreamConfig(mode=StreamMode.SERIAL, wait_timeout_s=0.05)
+    shape = PipelineShape(1, 1, 1, stages=1, channels=GROUPS)
+    loop = AttentionLoop(device, adapter, MockAttention(device), config, shape)
+    rows = torch.zeros(2, 4, dtype=torch.bfloat16)
+    assert len(loop.run_step(StepPlan(1, (2,)), [rows])) == 1
+    with pytest.raises(PeerLost, match="holds NaN"):
+        loop.run_step(StepPlan(1, (2,)), [rows * float("nan")])
+    with pytest.raises(ConfigError, match="plan fewer stages"):
+        loop.run_step(StepPlan(1, (0,)), [rows[:0]])
+    loop.close()
 
 
 def test_unsupported_settings_make_no_stream():

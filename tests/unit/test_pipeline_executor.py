@@ -56,11 +56,10 @@ def test_records_and_waits_of_two_groups_in_exact_order():
         ("launch", 1, "i1.recv"), ("record", 1, 3),
         ("wait", 2, 3), ("launch", 2, "i1.compute"), ("record", 2, 4),
         ("wait", 3, 4), ("launch", 3, "i1.send"), ("record", 3, 5),
-        # Slot 0 again, and group g0 again: the receive waits for the send of i0 (event 2). That
-        # event is free then and the first to be taken.
-        ("wait", 1, 2), ("launch", 1, "i2.recv"), ("record", 1, 2),
-        ("wait", 2, 2), ("launch", 2, "i2.compute"), ("record", 2, 1),
-        ("wait", 3, 1), ("launch", 3, "i2.send"), ("record", 3, 0),
+        # Slot 0 again, and group g0 again: the receive waits for the send of i0 (event 2).
+        ("wait", 1, 2), ("launch", 1, "i2.recv"), ("record", 1, 0),
+        ("wait", 2, 0), ("launch", 2, "i2.compute"), ("record", 2, 1),
+        ("wait", 3, 1), ("launch", 3, "i2.send"), ("record", 3, 2),
     ]  # fmt: skip
     assert device.dropped_waits == 0 and device.device_syncs == 0
 
@@ -243,7 +242,7 @@ def test_stop_while_a_receive_is_blocked_aborts_it():
     go, told = [], []
 
     def on_failure(error, unsent) -> None:
-        told.append((type(error), [context.slot for context in unsent]))
+        told.append((type(error), [ticket.context.slot for ticket in unsent]))
         go.append(1)  # the abort word
 
     executor = make(device, on_failure=on_failure, timeout_s=30.0)

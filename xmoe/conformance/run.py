@@ -178,9 +178,10 @@ def _judge(
             return Result(one.name, label, verdict, f"{where}{text}", seconds)
     if len(ended) < size:
         lost = [r for r in range(size) if r not in ended]
-        said_by = {e.rank: e.message for e in (error.errors if error else ())}
-        why = next((said_by[r] for r in lost if r in said_by), "it did not come to an end")
-        where = f"rank {lost[0]}: " if size > 1 else ""
+        # Deaths come first there; the others of the group merely waited for that rank.
+        told = [(e.rank, e.message) for e in (error.errors if error else ()) if e.rank in lost]
+        rank, why = told[0] if told else (lost[0], "it did not come to an end")
+        where = f"rank {rank}: " if size > 1 else ""
         return Result(one.name, label, Verdict.FAIL, f"{where}{why}", seconds)
     return Result(one.name, label, Verdict.PASS, str(ended[0]["text"]), seconds)
 

@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -142,21 +143,8 @@ class Session:
 
     def in_thread(self, fn: Callable[[], Any]) -> Any:
         """The result of `fn` in a fresh thread."""
-        out: list[Any] = []
-
-        def body() -> None:
-            try:
-                out.append((True, fn()))
-            except Exception as error:  # handed to the caller as it is
-                out.append((False, error))
-
-        thread = threading.Thread(target=body)
-        thread.start()
-        thread.join()
-        ok, value = out[0]
-        if not ok:
-            raise value
-        return value
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(fn).result()
 
     def gate(self, stream: AclStream) -> Gate:
         """Block the stream from here on until the gate opens; it opens at the latest with `close`.

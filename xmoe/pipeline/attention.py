@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from xmoe.errors import ConfigError
+from xmoe.errors import ConfigError, PeerLost
 from xmoe.kernels.device import Device
 from xmoe.multistream import MultistreamConfig, PipelineShape
 from xmoe.pipeline.adapters.base import AttentionAdapter, AttentionModel, StepPlan
@@ -70,7 +70,19 @@ class AttentionLoop(RoleLoop):
             else:
                 tickets = [self.executor.submit(item) for item in items]
             self.executor.drain()
-        return [ticket.result()["hidden"] for ticket in tickets[-plan.stages :]]
+        outputs = [ticket.result()["hidden"] for ticket in tickets[-plan.stages :]]
+        if not self._adapter.capabilities.peer_abort:
+            self._refuse_poison(outputs)
+        return outputs
+
+    def _refuse_poison(self, outputs: Sequence[Tensor]) -> None:
+        # Without an abort word a failed FFN rank answers the rest of its step with NaN.
+        if any(bool(output.isnan().any()) for output in outputs):
+            raise PeerLost(
+                "the step's result holds NaN; allowed: numbers, NaN is how an FFN rank that failed "
+                "answers; next: look at the FFN ranks' own errors (or at the model, if they have "
+                "none), then restart the group"
+            )
 
     def _items(self, plan: StepPlan, batches: Sequence[Tensor]) -> Iterator[WorkItem]:
         for layer in range(plan.layers + 1):

@@ -50,18 +50,32 @@ class Channel:
     Attributes:
         sequence: phases issued so far.
         opened, closed: how many phases of these kinds were issued.
+        free: no rule to keep; its phases' order is that of their streams.
     """
 
-    __slots__ = ("_closings", "_last", "_openings", "closed", "opened", "rule", "sequence")
+    __slots__ = (
+        "_closings",
+        "_generation",
+        "_last",
+        "_openings",
+        "closed",
+        "free",
+        "opened",
+        "rule",
+        "sequence",
+    )
 
     def __init__(self, rule: ChannelRule) -> None:
         self.rule = rule
         self.sequence = 0
         self.opened = 0
         self.closed = 0
+        self.free = rule.max_outstanding is None and not rule.exclusive
         self._last: EventLease | None = None
-        self._openings: deque[EventLease] = deque(maxlen=rule.max_outstanding or 1)
-        self._closings: deque[EventLease] = deque(maxlen=rule.max_outstanding or 1)
+        self._generation = 0
+        limit = rule.max_outstanding or 1
+        self._openings: deque[tuple[EventLease, int]] = deque(maxlen=limit)
+        self._closings: deque[tuple[EventLease, int]] = deque(maxlen=limit)
 
     @property
     def outstanding(self) -> int:
@@ -72,37 +86,42 @@ class Channel:
         """What a phase of `kind` must wait for now: the channel's last phase, and its partner.
 
         An opening's partner is the closing that returned its credit, a closing's the opening that
-        it answers: a receive that waits before its dispatch is on its way only holds cores.
+        it answers: a receive that waits before its dispatch is on its way only holds cores. None
+        where there is none, or where it was observed as done: its lease is in other use then.
 
         Raises:
             CommError: no credit, or an answer without a dispatch. Nothing was issued.
         """
         rule = self.rule
         limit = rule.max_outstanding
-        partner = None
+        partner = last = None
         if limit is not None:
             if kind is rule.opens:
                 if self.opened - self.closed >= limit:
                     raise self._refused(kind, f"{limit} unanswered at most")
                 needed = self.opened - limit  # number of the closing that returned this credit
                 if needed >= 0:
-                    partner = self._closings[needed - self.closed]
+                    partner = _unobserved(*self._closings[needed - self.closed])
             elif kind is rule.closes:
                 if self.closed >= self.opened:
                     raise self._refused(kind, f"a {rule.opens.value} before each {kind.value}")
-                partner = self._openings[self.closed - self.opened]
-        return (self._last if rule.exclusive else None), partner
+                partner = _unobserved(*self._openings[self.closed - self.opened])
+        if rule.exclusive and self._last is not None:
+            last = _unobserved(self._last, self._generation)
+        return last, partner
 
     def commit(self, kind: PhaseKind, lease: EventLease) -> None:
         """The phase was issued, and `lease` marks its end."""
+        rule = self.rule
         self._last = lease
-        if self.rule.max_outstanding is not None:
-            if kind is self.rule.opens:
+        self._generation = lease.generation
+        if rule.max_outstanding is not None:
+            if kind is rule.opens:
                 self.opened += 1
-                self._openings.append(lease)
-            elif kind is self.rule.closes:
+                self._openings.append((lease, lease.generation))
+            elif kind is rule.closes:
                 self.closed += 1
-                self._closings.append(lease)
+                self._closings.append((lease, lease.generation))
 
     def _refused(self, kind: PhaseKind, allowed: str) -> CommError:
         return CommError(
@@ -110,3 +129,7 @@ class Channel:
             f"{self.opened - self.closed} unanswered; allowed: {allowed}; next: correct the order "
             "in which items are issued"
         )
+
+
+def _unobserved(lease: EventLease, generation: int) -> EventLease | None:
+    return lease if lease.generation == generation and lease.live else None

@@ -4,7 +4,8 @@
 A device takes a wait on an event that was never recorded as "nothing to wait for", and answers
 "done" when asked about it. An event that is used again makes this worse: the earlier recording
 answers for the later one. So every use has a generation, and a lease of an event refuses to wait on
-anything but its own recording.
+anything but its present one. A slot keeps its leases and renews them for each item; who holds on to
+a lease longer, holds the generation with it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from xmoe.kernels.device import Device, Event, Stream
 
 
 class EventLease:
-    """One use of an event: taken, recorded once, waited on, given back.
+    """One use of an event: taken or renewed, recorded once, waited on.
 
     Attributes:
         stream: where it was recorded, None before.
@@ -33,6 +34,13 @@ class EventLease:
     def live(self) -> bool:
         """Not given back. What a lease that was given back marked has been observed as done."""
         return self._live
+
+    def renew(self) -> None:
+        """Begin the next generation; what the last one marked must have been observed."""
+        if not self._live:
+            raise self._misuse("renewed")
+        self._pool.generation = self.generation = self._pool.generation + 1
+        self.stream = None
 
     def record(self, stream: Stream) -> None:
         """Mark the end of what `stream` holds now. Once per lease."""

@@ -44,17 +44,19 @@ DEFAULT_TIMEOUT_S = 60.0
 _LOOK_UP_S = 0.05
 _GATE_SPINS, _GATE_PAUSE_S = 64, 0.0001
 
+_COMPUTE = list(PhaseKind).index(PhaseKind.COMPUTE)
+_METADATA = PhaseKind.METADATA  # an enum's members are slow to look up
+
 # Memory that a device may still use after its executor is gone lives as long as the process.
 _QUARANTINE: list[object] = []
 
 
 def _order(lease: EventLease, stream: Stream) -> None:
-    # What was given back has been observed as done, and a stream is in order with itself.
-    if lease.live and lease.stream is not stream:
+    if lease.stream is not stream:  # a stream is in order with itself
         lease.wait_on(stream)
 
 
-OnFailure = Callable[[BaseException, tuple[PhaseContext, ...]], None]
+OnFailure = Callable[[BaseException, "tuple[Ticket, ...]"], None]
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,13 @@ class ExecutorOptions:
 
 
 class _Slot:
-    __slots__ = ("last", "number")
+    """`leases`: one for each device phase, renewed for each item. `last`: of the former item."""
+
+    __slots__ = ("last", "leases", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.leases: list[EventLease] = []
         self.last: EventLease | None = None
 
 
@@ -144,6 +149,16 @@ class Ticket:
         return self._done
 
     @property
+    def context(self) -> PhaseContext:
+        """What the item's phases share."""
+        return self._context
+
+    @property
+    def unissued(self) -> tuple[Phase, ...]:
+        """Phases that were not issued; the first of them may have raised."""
+        return self.item.phases[self._next :]
+
+    @property
     def issued(self) -> bool:
         """All phases were issued."""
         return self._next == len(self.item.phases)
@@ -161,7 +176,7 @@ class Ticket:
         """Item, layer, slot, and the first phase that is not done, for reports."""
         phase = self.item.phases[min(self._next, len(self.item.phases) - 1)].kind.value + " (host)"
         for kind, lease in self._leases:
-            if lease.live and not lease.query():
+            if not lease.query():
                 phase = kind.value
                 break
         context = self._context
@@ -179,7 +194,7 @@ class StreamExecutor:
         options: None is serial with one slot; `timeout_s`, `max_inflight` and `trace` replace its.
         channels: rules; a channel without a rule keeps the order of issue, exclusively.
         translate: turns a device error into the error to raise (for example PeerLost).
-        on_failure: told of the first failure, with the contexts of items that were not sent.
+        on_failure: told of the first failure, with the items whose phases were not all issued.
         on_stall: told of waits longer than stall_warn_s.
     """
 
@@ -217,38 +232,40 @@ class StreamExecutor:
         self._closed = False
         with device.bind():
             self._streams = self._make_streams(options.mode)
-        self._own = tuple(dict.fromkeys(self._streams.values()))
+        self._own = tuple(dict.fromkeys(self._streams))
         self._pool = EventPool(device, options.event_ring or EVENTS_PER_SLOT * options.max_inflight)
 
-    def _make_streams(self, mode: StreamMode) -> dict[PhaseKind, Stream]:
+    def _make_streams(self, mode: StreamMode) -> tuple[Stream, ...]:
+        """By the order of PhaseKind."""
         device = self._device
         if mode is StreamMode.SERIAL:
-            return dict.fromkeys(PhaseKind, device.create_stream())
-        kinds = (PhaseKind.RECV, PhaseKind.COMPUTE, PhaseKind.SEND)
-        streams = {kind: device.create_stream() for kind in kinds}
-        handles = [stream.handle() for stream in streams.values()]
+            return (device.create_stream(),) * len(PhaseKind)
+        streams = [device.create_stream() for _ in range(3)]
+        handles = [stream.handle() for stream in streams]
         # Stream pools go round: beyond their size two "new" streams are one, and waits between them
         # would be waits of a stream for itself. Device without handles (0) run inline.
         if len(set(handles)) != len(handles) and any(handles):
-            for stream in streams.values():
+            for stream in streams:
                 stream.close()
             raise ConfigError(
                 f"the device gave streams with handles {handles}; allowed: three distinct ones; "
                 "next: make the executor before the process has used up its stream pool"
             )
-        return streams
+        recv, compute, send = streams
+        return recv, recv, compute, send
 
     @property
     def stream(self) -> Stream:
         """The stream of compute phases; the only one in serial mode."""
-        return self._streams[PhaseKind.COMPUTE]
+        return self._streams[_COMPUTE]
 
     @property
     def stream_handles(self) -> dict[str, int]:
         """The raw stream of each track that a TraceEntry names. Not for launches."""
         if self.options.mode is StreamMode.SERIAL:
             return {"main": self.stream.handle()}
-        return {kind.value: stream.handle() for kind, stream in self._streams.items()}
+        recv, _, compute, send = (stream.handle() for stream in self._streams)
+        return {"recv": recv, "compute": compute, "send": send}
 
     @property
     def failed(self) -> BaseException | None:
@@ -360,7 +377,9 @@ class StreamExecutor:
                     self._fail_with(None, error)
                 raise
         slot = self._free.popleft()
-        stream = self._streams[item.phases[0].kind]
+        if not slot.leases:
+            slot.leases = [self._pool.take() for _ in range(EVENTS_PER_SLOT)]
+        stream = self._streams[item.phases[0].order]
         context = PhaseContext(stream, slot.number, item.layer, item.stage)
         ticket = Ticket(self, item, slot, context)
         self._inflight.append(ticket)
@@ -382,55 +401,64 @@ class StreamExecutor:
 
     def _issue(self, ticket: Ticket) -> None:
         phase = ticket.item.phases[ticket._next]
-        if phase.kind is PhaseKind.METADATA:
+        kind = phase.kind
+        if kind is _METADATA:
             self._read_metadata(ticket, phase)
             return
-        channel = self._channels.get(phase.channel)
-        if channel is None:
-            rule = ChannelRule(phase.channel, exclusive=True)
-            channel = self._channels[phase.channel] = Channel(rule)
-        stream = self._streams[phase.kind]
+        channel = self._channels.get(phase.channel) or self._new_channel(phase.channel)
+        stream, slot, leases = self._streams[phase.order], ticket._slot, ticket._leases
         start = time.perf_counter() if self.trace is not None else 0.0
         sequence = channel.sequence
-        first = not ticket._leases
         try:
-            exclusive, partner = channel.edges(phase.kind)
-        except CommError as error:
-            if first:
-                self._refuse(ticket)
-            else:
-                self._fail_with(ticket, error)
-            raise
-        try:
-            previous = ticket._slot.last if first else ticket._leases[-1][1]
-            if previous is not None:
-                _order(previous, stream)
-            # What this item issued itself is ordered by its own phases already.
-            own = [lease for _, lease in ticket._leases]
-            if exclusive is not None and exclusive is not previous and exclusive not in own:
-                _order(exclusive, stream)
-            if partner is not None and partner not in (previous, exclusive, *own):
-                _order(partner, stream)
-            if first and previous is not None:
-                previous.give_back()
-                ticket._slot.last = None
+            self._wait_for_edges(ticket, kind, channel, stream)
             channel.sequence = sequence + 1
             ticket._context.stream = stream
             phase.run(ticket._context)
-            lease = self._pool.take()
-            ticket._leases.append((phase.kind, lease))
+            lease = slot.leases[len(leases)]
+            lease.renew()
+            leases.append((kind, lease))
             lease.record(stream)
-            channel.commit(phase.kind, lease)
+            channel.commit(kind, lease)
+            slot.last = None
             ticket._next += 1
         except BaseException as error:
-            if first and isinstance(error, ConfigError):
-                self._refuse(ticket)  # by contract nothing was queued
+            # Refused by the channel, or, by contract before anything was queued, by the phase.
+            by_channel = isinstance(error, CommError) and channel.sequence == sequence
+            if not leases and (by_channel or isinstance(error, ConfigError)):
+                self._refuse(ticket)
             else:
                 self._fail_with(ticket, error)
             raise
         finally:
             if self.trace is not None:
                 self._note(ticket, phase, sequence, start)
+
+    def _wait_for_edges(
+        self, ticket: Ticket, kind: PhaseKind, channel: Channel, stream: Stream
+    ) -> None:
+        """Queue the waits of the item's next phase; CommError if the channel does not allow it."""
+        leases = ticket._leases
+        previous = leases[-1][1] if leases else ticket._slot.last
+        if channel.free:
+            if previous is not None:
+                _order(previous, stream)
+            return
+        exclusive, partner = channel.edges(kind)
+        if previous is not None:
+            _order(previous, stream)
+        if exclusive is None and partner is None:
+            return
+        # What this item issued itself is ordered by its own phases already.
+        done = [lease for _, lease in leases]
+        if exclusive is not None and exclusive is not previous and exclusive not in done:
+            _order(exclusive, stream)
+        if partner is not None and partner not in (previous, exclusive, *done):
+            _order(partner, stream)
+
+    def _new_channel(self, name: str) -> Channel:
+        """Without a rule: all phases one after the other."""
+        channel = self._channels[name] = Channel(ChannelRule(name, exclusive=True))
+        return channel
 
     def _refuse(self, ticket: Ticket) -> None:
         """Give the slot back as if the item had never been begun."""
@@ -507,7 +535,7 @@ class StreamExecutor:
     def _raise_device_errors(self, ticket: Ticket) -> None:
         # Another phase may have failed already while the awaited one hangs.
         for _, lease in ticket._leases:
-            if lease.live and lease.query():
+            if lease.query():
                 lease.synchronize(_LOOK_UP_S)
 
     def report(self) -> str:
@@ -542,8 +570,6 @@ class StreamExecutor:
             self._fail_with(oldest, error)
             raise
         self._inflight.popleft()
-        for _, lease in leases[:-1]:
-            lease.give_back()
         oldest._slot.last = leases[-1][1]
         oldest._leases = []
         oldest._done = True
@@ -568,7 +594,7 @@ class StreamExecutor:
             # Whatever was queued behind it cannot be trusted either.
             one._error = final
             if not one.issued:
-                unsent.append(one._context)
+                unsent.append(one)
         self._quarantine.extend(self._inflight)
         if self._on_failure is not None:
             try:
@@ -602,7 +628,7 @@ class StreamExecutor:
         found = []
         if len(self._free) != len(self._slots):
             found.append(f"{len(self._slots) - len(self._free)} slots")
-        kept = sum(slot.last is not None and slot.last.live for slot in self._slots)
+        kept = sum(len(slot.leases) for slot in self._slots)
         if self._pool.taken != kept:
             found.append(f"{self._pool.taken - kept} events")
         for channel in self._channels.values():
@@ -649,10 +675,15 @@ class StreamExecutor:
             self._quarantine.clear()
             self._inflight.clear()
             for slot in self._slots:
-                slot.last = None
+                slot.last, slot.leases = None, []
             self._pool.close()
             for stream in self._own:
                 stream.close()
+
+    def settle(self) -> bool:
+        """Wait, bounded, until the streams have stopped; whether they have. Issues nothing."""
+        with self._entered():
+            return self._idle()
 
     def _idle(self) -> bool:
         """Have the streams stopped? A failed stream answers with its error once it has."""

@@ -8,16 +8,19 @@ or found out while receiving (CAMAsync) is the adapter's affair.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
-from xmoe.errors import PipelineStopped, XmoeError
+from torch import Tensor
+
+from xmoe.errors import AclError, PipelineStopped, XmoeError
 from xmoe.kernels.device import Device
 from xmoe.multistream import HostFence, MultistreamConfig, PipelineShape
-from xmoe.pipeline.adapters.base import Adapter, FfnAdapter, FfnModel, StepPlan
-from xmoe.pipeline.executor import ExecutorOptions, StreamExecutor
-from xmoe.pipeline.items import PhaseContext
+from xmoe.pipeline.adapters.base import Adapter, FfnAdapter, FfnInput, FfnModel, StepPlan
+from xmoe.pipeline.executor import ExecutorOptions, StreamExecutor, Ticket
+from xmoe.pipeline.items import Phase, PhaseContext, PhaseKind, WorkItem
 
 ABORT_FAILED = 1
 
@@ -52,6 +55,8 @@ class RoleLoop:
         config.validate(adapter.capabilities, shape)
         self.config = config
         self._peers = adapter
+        self._told = False
+        self._unsent: tuple[Ticket, ...] = ()
         self.executor = StreamExecutor(
             device,
             ExecutorOptions.of(config, role, slots=slots),
@@ -61,9 +66,10 @@ class RoleLoop:
             on_stall=on_stall,
         )
 
-    def _tell_peers(self, error: BaseException, unsent: tuple[PhaseContext, ...]) -> None:
+    def _tell_peers(self, error: BaseException, unsent: tuple[Ticket, ...]) -> None:
         # Whatever failed here, a peer that waits for this rank must not wait for ever.
-        self._peers.abort(ABORT_FAILED)
+        self._unsent = unsent
+        self._told = self._peers.abort(ABORT_FAILED)
 
     def stop(self) -> None:
         """Ask the loop to end; see `StreamExecutor.request_stop`. Any thread."""
@@ -98,8 +104,27 @@ class RoleLoop:
             self.executor.close()
 
 
+class _Answers:
+    """The model, or, once it has failed, rows of NaN in its place."""
+
+    def __init__(self, model: FfnModel) -> None:
+        self._model = model
+        self.poisoned = False
+
+    def compute(self, item: FfnInput, out: Tensor, stream: int) -> None:
+        if self.poisoned:
+            out.fill_(float("nan"))
+        else:
+            self._model.compute(item, out, stream)
+
+
 class FfnLoop(RoleLoop):
-    """The FFN side. `steps` and `items` count what was served."""
+    """The FFN side. `steps` and `items` count what was served.
+
+    When the model raises and the connector has no abort word, the rest of the step is answered with
+    NaN, one item at a time, so that no kernel of a peer spins for ever; the peers' loops take NaN
+    for this rank's failure.
+    """
 
     def __init__(
         self,
@@ -116,7 +141,7 @@ class FfnLoop(RoleLoop):
             device, adapter, config, shape, "ffn", translate=translate, on_stall=on_stall
         )
         self._adapter = adapter
-        self._model = model
+        self._model = _Answers(model)
         self.steps = 0
         self.items = 0
 
@@ -128,19 +153,62 @@ class FfnLoop(RoleLoop):
             What an item raised; the peers have been told, and the loop is over.
         """
         executor, each = self.executor, self.config.fence is HostFence.ITEM
+        items = self._adapter.items(plan, self._model)
         with executor.session():
-            for item in self._adapter.items(plan, self._model):
-                if executor.stopping:
-                    raise PipelineStopped("stopped between two items; nothing was abandoned")
-                ticket = executor.submit(item)
-                self.items += 1
-                if each:
-                    ticket.result()
-            # The one host wait of a step, for its items' events. It bounds how far the host runs
-            # ahead and is where errors surface; no buffer depends on it.
-            if self.config.fence is HostFence.STEP:
-                executor.drain()
+            try:
+                for item in items:
+                    if executor.stopping:
+                        raise PipelineStopped("stopped between two items; nothing was abandoned")
+                    ticket = executor.submit(item)
+                    self.items += 1
+                    if each:
+                        ticket.result()
+                # The one host wait of a step, for its items' events. It bounds how far the host
+                # runs ahead and is where errors surface; no buffer depends on it.
+                if self.config.fence is HostFence.STEP:
+                    executor.drain()
+            except BaseException as error:
+                self._answer_rest(items, error)
+                raise
         self.steps += 1
+
+    def _answer_rest(self, items: Iterator[WorkItem], error: BaseException) -> None:
+        """See the class; does nothing after a device error, and when the peers know already."""
+        executor = self.executor
+        if executor.failed is None or self._told or isinstance(error, (AclError, PipelineStopped)):
+            return
+        # Only before compute is it certain what was queued.
+        if any(ticket.unissued[0].kind is not PhaseKind.COMPUTE for ticket in self._unsent):
+            return
+        try:
+            if not executor.settle():
+                return
+            self._model.poisoned = True
+            for ticket in self._unsent:
+                self._answer(ticket.context, ticket.unissued)
+            for item in items:
+                self._wait_for_gate(item)
+                context = PhaseContext(executor.stream, 0, item.layer, item.stage)
+                self._answer(context, item.phases)
+        except XmoeError as second:
+            error.add_note(f"and then, while the peers were answered: {second}")
+
+    def _answer(self, context: PhaseContext, phases: Sequence[Phase]) -> None:
+        stream = self.executor.stream
+        for phase in phases:
+            context.stream = stream
+            phase.run(context)
+            stream.synchronize(self.config.wait_timeout_s)
+
+    def _wait_for_gate(self, item: WorkItem) -> None:
+        deadline = time.monotonic() + self.config.wait_timeout_s
+        while item.gate is not None and not item.gate():
+            if time.monotonic() > deadline:
+                raise XmoeError(
+                    f"{item.op}: nothing came for {self.config.wait_timeout_s:g} s; allowed: the "
+                    "rest of the step; next: look at the peers' own errors"
+                )
+            time.sleep(0.001)
 
     def serve(self, plan: StepPlan) -> int:
         """Serve items until `stop`; returns how many. For connectors that need no step plan."""

@@ -77,10 +77,11 @@ class Phase:
     `channel` names the group whose order it keeps; a metadata phase has none.
     """
 
-    __slots__ = ("channel", "kind", "run")
+    __slots__ = ("channel", "kind", "order", "run")
 
     def __init__(self, kind: PhaseKind, channel: str, run: Callable[[PhaseContext], None]) -> None:
         self.kind = kind
+        self.order = _ORDER[kind]
         self.channel = channel
         self.run = run
 

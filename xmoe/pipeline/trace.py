@@ -3,10 +3,10 @@
 
     RankTrace (one rank and mode) -> merge() -> Trace -> write() -> Perfetto, timeline, figures
 
-A process for each rank, a track for each stream and one for the host. Waiting is an event of its own
-("wait": for an event, for cores, for a peer) beside "work", so that a receive that spins does not
-look like communication. Host and device times are both CLOCK_MONOTONIC; ranks of one machine share
-it.
+A process for each rank, a track for each stream and one for the host. Waiting is an event of its
+own ("wait": for an event, for cores, for a peer) beside "work", so that a receive that spins does
+not look like communication. Host and device times are both CLOCK_MONOTONIC; ranks of one machine
+share it.
 """
 
 from __future__ import annotations
@@ -118,8 +118,9 @@ def _clock_offset_ns() -> int:
     readings, because the process may be interrupted between the two."""
     if "CLOCK_MONOTONIC" in time.get_clock_info("perf_counter").implementation:
         return 0
-    pairs = [(time.perf_counter_ns(), time.monotonic_ns(), time.perf_counter_ns()) for _ in range(32)]
-    before, middle, after = min(pairs, key=lambda pair: pair[2] - pair[0])
+    host, device = time.perf_counter_ns, time.monotonic_ns
+    readings = [(host(), device(), host()) for _ in range(32)]
+    before, middle, after = min(readings, key=lambda one: one[2] - one[0])
     return middle - (before + after) // 2
 
 

@@ -7,8 +7,10 @@
    moves their addresses; where it has not, it makes those anew whose address changed. With
    executor reuse a bucket keeps its op_executor too and phase one is asked once per shape.
 
-   One thread at a time: the caller holds a lock from xmoe.kernels.acl.plan. Phase one may keep the
-   address of a text, so texts belong to the plan's owner and outlive it.
+   Calls exclude each other by the plan's own mutex (cffi gives up Python's lock around each call),
+   which a step that asks for workspace keeps until the same thread resumes or abandons it. A closed
+   plan answers XM_CLOSED; its memory goes with its last user. Phase one may keep the address of a
+   text, so texts belong to the plan's owner and outlive it.
 
    Sources: CANN 9.1 documentation of aclSetRawTensorAddr (not between the two phases),
    aclSetInputTensorAddr and aclSetOutputTensorAddr (repeatable executors only; the index counts the
@@ -58,6 +60,8 @@ typedef struct {
 } xm_bucket;
 
 struct xm_plan {
+  pthread_mutex_t mutex;
+  int closed;
   const xm_variant* variant;
   xm_functions fn;
   int reuse, failed_call;
@@ -101,6 +105,12 @@ static xm_plan* xm_plan_new(const char* variant, const xm_functions* functions, 
   const xm_variant* found = xm_find_variant(variant);
   xm_plan* plan = found == NULL ? NULL : calloc(1, sizeof *plan);
   if (plan == NULL) return NULL;
+  /* Recursive: a thread that was interrupted while it held the plan can still close it. */
+  pthread_mutexattr_t kind;
+  pthread_mutexattr_init(&kind);
+  pthread_mutexattr_settype(&kind, PTHREAD_MUTEX_RECURSIVE);
+  pthread_mutex_init(&plan->mutex, &kind);
+  pthread_mutexattr_destroy(&kind);
   plan->variant = found;
   plan->fn = *functions;
   plan->reuse = reuse && functions->set_input_address != NULL &&
@@ -142,8 +152,13 @@ static int32_t xm_drop_executor(xm_plan* plan, aclOpExecutor* executor, int repe
   return status == 0 ? XM_DONE : xm_fail(plan, XM_CALL_DESTROY_EXECUTOR, status);
 }
 
-static int32_t xm_plan_abandon(xm_plan* plan) {
-  if (plan == NULL || plan->pending == NULL) return XM_DONE;
+static int32_t xm_unlocked(xm_plan* plan, int32_t status) {
+  pthread_mutex_unlock(&plan->mutex);
+  return status;
+}
+
+static int32_t xm_abandon(xm_plan* plan) {
+  if (plan->pending == NULL) return XM_DONE;
   aclOpExecutor* executor = plan->pending;
   plan->pending = NULL;
   /* One that its bucket keeps is not lost. */
@@ -171,7 +186,7 @@ static int32_t xm_empty_packed(xm_plan* plan, xm_packed* packed) {
 
 /* Everything the vendor made for this plan. The first failure is kept, the rest goes on. */
 static int32_t xm_release(xm_plan* plan) {
-  int32_t result = xm_plan_abandon(plan), status;
+  int32_t result = xm_abandon(plan), status;
   for (int i = 0; i < XM_BUCKETS; ++i) {
     if (!plan->bucket[i].in_use) continue;
     if ((status = xm_empty_bucket(plan, &plan->bucket[i])) != XM_DONE) result = status;
@@ -182,9 +197,17 @@ static int32_t xm_release(xm_plan* plan) {
   return result;
 }
 
+static int32_t xm_plan_close(xm_plan* plan) {
+  pthread_mutex_lock(&plan->mutex);
+  const int closed = plan->closed;
+  plan->closed = 1;
+  return xm_unlocked(plan, closed ? XM_DONE : xm_release(plan));
+}
+
+/* Nobody uses the plan any more. What was not closed is left to the process: queued work may still
+   need it. */
 static void xm_plan_free(xm_plan* plan) {
-  if (plan == NULL) return;
-  xm_release(plan);
+  pthread_mutex_destroy(&plan->mutex);
   free(plan);
 }
 
@@ -269,7 +292,7 @@ static int32_t xm_plan_set_packed(xm_plan* plan, int slot, int is_list, uintptr_
 
 /* Executors hold the addresses they were prepared with. */
 static int32_t xm_drop_executors(xm_plan* plan) {
-  int32_t result = xm_plan_abandon(plan);
+  int32_t result = xm_abandon(plan);
   for (int i = 0; i < XM_BUCKETS; ++i) {
     const int32_t status = xm_drop_executor(plan, plan->bucket[i].executor, 1);
     plan->bucket[i].executor = NULL;
@@ -278,8 +301,8 @@ static int32_t xm_drop_executors(xm_plan* plan) {
   return result;
 }
 
-static int32_t xm_plan_rebind(xm_plan* plan, int slot, uintptr_t base) {
-  if (plan == NULL) return XM_CLOSED;
+static int32_t xm_rebind(xm_plan* plan, int slot, uintptr_t base) {
+  if (plan->closed) return XM_CLOSED;
   for (int i = 0; i < plan->num_packed; ++i) {
     xm_packed* p = &plan->packed[i];
     if (p->slot != slot) continue;
@@ -291,13 +314,23 @@ static int32_t xm_plan_rebind(xm_plan* plan, int slot, uintptr_t base) {
   return XM_BAD_SLOT;
 }
 
-/* As if nothing had been cached. */
-static int32_t xm_plan_rebuild(xm_plan* plan) {
-  if (plan == NULL) return XM_CLOSED;
+static int32_t xm_plan_rebind(xm_plan* plan, int slot, uintptr_t base) {
+  pthread_mutex_lock(&plan->mutex);
+  return xm_unlocked(plan, xm_rebind(plan, slot, base));
+}
+
+static int32_t xm_rebuild(xm_plan* plan) {
+  if (plan->closed) return XM_CLOSED;
   int32_t status = xm_release(plan);
   for (int i = 0; i < plan->num_packed && status == XM_DONE; ++i)
     status = xm_make_packed(plan, &plan->packed[i]);
   return status;
+}
+
+/* As if nothing had been cached. */
+static int32_t xm_plan_rebuild(xm_plan* plan) {
+  pthread_mutex_lock(&plan->mutex);
+  return xm_unlocked(plan, xm_rebuild(plan));
 }
 
 static uint64_t xm_item_bytes(int32_t dtype) {
@@ -439,9 +472,8 @@ static int32_t xm_prepare(xm_plan* plan, xm_bucket* b, const uintptr_t* address)
   return XM_DONE;
 }
 
-static int32_t xm_plan_resume(xm_plan* plan, uintptr_t workspace, uint64_t workspace_bytes,
-                              uintptr_t stream) {
-  if (plan == NULL) return XM_CLOSED;
+static int32_t xm_launch(xm_plan* plan, uintptr_t workspace, uint64_t workspace_bytes,
+                         uintptr_t stream) {
   if (plan->pending == NULL) return XM_NOTHING_PENDING;
   xm_bucket* b = plan->pending_bucket;
   plan->need = b->workspace_bytes;
@@ -461,17 +493,14 @@ static int32_t xm_plan_resume(xm_plan* plan, uintptr_t workspace, uint64_t works
   return xm_fail(plan, XM_CALL_LAUNCH, status);
 }
 
-static int32_t xm_plan_step(xm_plan* plan, int64_t tokens, int64_t topk, uintptr_t x,
-                            uintptr_t ids, uintptr_t weights, uintptr_t mask, uintptr_t y,
-                            uintptr_t counts, uintptr_t workspace, uint64_t workspace_bytes,
-                            uintptr_t stream) {
-  if (plan == NULL) return XM_CLOSED;
-  const uintptr_t address[XM_STEP_TENSORS] = {x, ids, weights, mask, y, counts};
-  int32_t status = plan->pending == NULL ? XM_DONE : xm_plan_abandon(plan);
+static int32_t xm_step(xm_plan* plan, int64_t tokens, int64_t topk, const uintptr_t* address) {
+  if (plan->closed) return XM_CLOSED;
+  const int has_mask = address[XM_MASK] != 0;
+  int32_t status = xm_abandon(plan);
   if (status != XM_DONE) return status;
   xm_bucket* b = plan->latest;
-  if (b == NULL || b->tokens != tokens || b->topk != topk || b->has_mask != (mask != 0)) {
-    status = xm_find_bucket(plan, tokens, topk, mask != 0, &b);
+  if (b == NULL || b->tokens != tokens || b->topk != topk || b->has_mask != has_mask) {
+    status = xm_find_bucket(plan, tokens, topk, has_mask, &b);
     if (status != XM_DONE) return status;
     plan->latest = b;
   }
@@ -484,16 +513,37 @@ static int32_t xm_plan_step(xm_plan* plan, int64_t tokens, int64_t topk, uintptr
     plan->counter[XM_COUNT_REUSED]++;
     plan->pending = b->executor;
     plan->pending_bucket = b;
-  } else {
-    status = xm_prepare(plan, b, address);
-    if (status != XM_DONE) return status;
+    return XM_DONE;
   }
-  return xm_plan_resume(plan, workspace, workspace_bytes, stream);
+  return xm_prepare(plan, b, address);
 }
+
+/* Keeps the mutex when it returns XM_MORE_WORKSPACE. */
+static int32_t xm_plan_step(xm_plan* plan, int64_t tokens, int64_t topk, uintptr_t x,
+                            uintptr_t ids, uintptr_t weights, uintptr_t mask, uintptr_t y,
+                            uintptr_t counts, uintptr_t workspace, uint64_t workspace_bytes,
+                            uintptr_t stream) {
+  const uintptr_t address[XM_STEP_TENSORS] = {x, ids, weights, mask, y, counts};
+  pthread_mutex_lock(&plan->mutex);
+  int32_t status = xm_step(plan, tokens, topk, address);
+  if (status == XM_DONE) status = xm_launch(plan, workspace, workspace_bytes, stream);
+  return status == XM_MORE_WORKSPACE ? status : xm_unlocked(plan, status);
+}
+
+/* For the thread whose step returned XM_MORE_WORKSPACE: gives the mutex back whatever happens. */
+static int32_t xm_plan_resume(xm_plan* plan, uintptr_t workspace, uint64_t workspace_bytes,
+                              uintptr_t stream) {
+  const int32_t status = xm_launch(plan, workspace, workspace_bytes, stream);
+  if (status == XM_MORE_WORKSPACE) xm_abandon(plan);
+  return xm_unlocked(plan, status);
+}
+
+static int32_t xm_plan_abandon(xm_plan* plan) { return xm_unlocked(plan, xm_abandon(plan)); }
 
 static uint64_t xm_plan_need(const xm_plan* plan) { return plan->need; }
 static int xm_plan_failed_call(const xm_plan* plan) { return plan->failed_call; }
 static int32_t xm_plan_reuse_refused(const xm_plan* plan) { return plan->reuse_refused; }
+static int xm_plan_closed(const xm_plan* plan) { return plan->closed; }
 static int xm_plan_reuses(const xm_plan* plan) { return plan->reuse; }
 static int xm_plan_buckets(const xm_plan* plan) {
   int used = 0;

@@ -4,7 +4,9 @@
 const char* xm_plan_signature(const char* variant);
 xm_plan* xm_plan_new(const char* variant, const xm_functions* functions, int reuse,
                      int64_t hidden, int64_t counts, const int32_t* dtypes);
+int32_t xm_plan_close(xm_plan* plan);
 void xm_plan_free(xm_plan* plan);
+int xm_plan_closed(const xm_plan* plan);
 int32_t xm_plan_set_int(xm_plan* plan, int slot, int64_t value);
 int32_t xm_plan_set_float(xm_plan* plan, int slot, float value);
 int32_t xm_plan_set_pointer(xm_plan* plan, int slot, const void* value);

@@ -5,7 +5,7 @@ enum {
 };
 enum {
   XM_DONE = 0,
-  XM_MORE_WORKSPACE = -1,  /* nothing was launched: call xm_plan_resume or xm_plan_abandon */
+  XM_MORE_WORKSPACE = -1,  /* nothing was launched: xm_plan_resume or _abandon comes next */
   XM_CLOSED = -2,
   XM_NO_EXECUTOR = -3,
   XM_NOTHING_PENDING = -4,

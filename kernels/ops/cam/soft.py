@@ -33,8 +33,8 @@ class KernelTrace:
     """One kernel's run, CLOCK_MONOTONIC nanoseconds.
 
     start..cores: waiting for cores; cores..ready: spinning for a peer with the cores held;
-    ready..end: work. `tag` is the layer, or what the caller gave a timed kernel. `peer` is the first
-    Attention rank of an item, -1 where there is none; `stream` the stream's number.
+    ready..end: work. `tag` is the layer, or what the caller gave a timed kernel. `peer` is the
+    first Attention rank of an item, -1 where there is none; `stream` the stream's number.
     """
 
     op: str

@@ -32,7 +32,9 @@ class Evidence:
         """As printed."""
         figures = " ".join(f"{key}={value}" for key, value in self.figures.items())
         tail = f" ({figures})" if figures else ""
-        return f"{self.probe} {self.outcome:<10} [{self.device}] {self.subject}: {self.finding}{tail}"
+        return (
+            f"{self.probe} {self.outcome:<10} [{self.device}] {self.subject}: {self.finding}{tail}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""

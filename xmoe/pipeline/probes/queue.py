@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from xmoe.pipeline.probes.evidence import SKIPPED, UNEXPECTED, Evidence, judge
 
@@ -69,13 +71,13 @@ def _child() -> None:
     are read when torch_npu is loaded.
     """
     import torch
-    import torch_npu  # noqa: F401
 
     from xmoe.kernels.acl.toolkit import find_toolkit
     from xmoe.kernels.ops.cam.binding import open_cam
     from xmoe.kernels.ops.cam.soft import SoftCam
 
-    torch.npu.set_device(0)
+    npu: Any = importlib.import_module("torch_npu").npu
+    npu.set_device(0)
     library = open_cam(find_toolkit())
     if not SoftCam.available(library):
         print(json.dumps({"tasks": None}))
@@ -83,18 +85,18 @@ def _child() -> None:
     soft = SoftCam(library)
     device = torch.device("npu", 0)
     values = torch.zeros(64, device=device)
-    streams = [torch.npu.Stream() for _ in range(3)]
-    events = [torch.npu.Event() for _ in range(3)]
-    torch.npu.synchronize()
+    streams = [npu.Stream() for _ in range(3)]
+    events = [npu.Event() for _ in range(3)]
+    npu.synchronize()
     soft.trace_tasks(True)
     for turn in range(20):
         for number, stream in enumerate(streams):
-            with torch.npu.stream(stream):
+            with npu.stream(stream):
                 if turn or number:
                     stream.wait_event(events[number - 1])
                 values.add_(number + 1).mul_(0.5)
                 events[number].record(stream)
-    torch.npu.synchronize()
+    npu.synchronize()
     orders: dict[int, list[str]] = {}
     for task in sorted(soft.read_tasks(), key=lambda task: task.start_ns):
         orders.setdefault(task.stream, []).append(task.name)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,11 @@ def _status(key: str) -> int:
 
 
 def soak(
-    items: int, fence: HostFence, modes: tuple[StreamMode, ...], environ: Mapping[str, str], *,
+    items: int,
+    fence: HostFence,
+    modes: tuple[StreamMode, ...],
+    environ: Mapping[str, str],
+    *,
     trace: bool,
 ) -> tuple[RunSpec, list[list[Any]], list[int]]:
     """Run it; results by rank then mode, and each rank's growth in MiB."""
@@ -103,6 +106,3 @@ def fence(items: int, environ: Mapping[str, str]) -> Evidence:
         equal=equal, device_waits=device_waits, grown_with_fence_mib=grown[HostFence.STEP],
         grown_without_mib=grown[HostFence.NONE],
     )  # fmt: skip
-
-
-__all__ = ["fence", "overlap", "replace", "soak", "spec_for"]

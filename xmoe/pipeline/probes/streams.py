@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P1 to P3: streams and cores. Rank functions run in forked ranks; the others judge what they say."""
+"""P1 to P3: streams and cores. Rank functions run in forked ranks; the others judge."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def _post_receive(one: ProbeRank, p2p: bool, stream: Any) -> Any:
     if p2p:
         got: Any = one.p2p.a2e(one.p2p_topology(), one.name, None, ROWS, stream=stream.handle())
     else:
-        got = one.asynchronous.dispatch_recv(
-            one.async_topology(), one.name, stream=stream.handle()
-        )
+        got = one.asynchronous.dispatch_recv(one.async_topology(), one.name, stream=stream.handle())
     one.kept.append(got)
     return got
 

@@ -56,7 +56,8 @@ def _p3(_: int) -> Iterator[Evidence]:
 def _p4(items: int) -> Iterator[Evidence]:
     from xmoe.pipeline.probes import soak
 
-    yield soak.overlap(items, {**_ENVIRON, "XSD_DELAY_SEED": "7", "XSD_DELAY_MAX_US": "300", "XSD_CAM_COPY_MBPS": "2"})
+    slow = {"XSD_DELAY_SEED": "7", "XSD_DELAY_MAX_US": "300", "XSD_CAM_COPY_MBPS": "2"}
+    yield soak.overlap(items, {**_ENVIRON, **slow})
 
 
 def _p5(_: int) -> Iterator[Evidence]:
@@ -146,8 +147,8 @@ def run_probes(
 ) -> list[Evidence]:
     """Run them; every line says what it was measured on.
 
-    A rank that fails or misses its deadline is evidence too, "unexpected". On an NPU the probes need
-    its profiler and what only the software device has, so they are skipped with that reason.
+    A rank that fails or misses its deadline is evidence too, "unexpected". On an NPU the probes
+    need its profiler and what only the software device has, so they are skipped with that reason.
 
     Raises:
         ConfigError: an unknown name; LibraryNotFound: there is no device.
