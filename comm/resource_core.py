@@ -152,9 +152,7 @@ class ResourceCore:
         self.fence = LaunchFence(self.spec.fence, self._device, self.spec.fence_timeout_s)
         # An adaptor with an allocator of its own (torch_npu's) gives the scratch memory too.
         allocate = getattr(self._device, "allocate", None)
-        self.workspace = WorkspaceCache(
-            made.runtime, self.fence.wait_for_stream, allocate
-        )
+        self.workspace = WorkspaceCache(made.runtime, self.fence.wait_for_stream, allocate)
         if context.device.type != "cpu":  # the copy is queued; a launch may use another stream
             self._device.current_stream().synchronize(self.spec.step_timeout_s)
 

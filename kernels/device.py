@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from xmoe.errors import AclError, ConfigError, FenceTimeout
+from xmoe.errors import AclError, ConfigError, FenceTimeout, UnsupportedError
 from xmoe.kernels.acl.handles import AclEvent, AclStream
 from xmoe.kernels.acl.status import REPEAT_INITIALIZE, check, recent_text
 
@@ -241,14 +241,23 @@ class HostDevice:
     other calls; the layers above do so at each entry.
 
     Args:
-        runtime: from `xmoe.kernels.acl.loader.load`.
+        runtime: from `xmoe.kernels.acl.loader.load`; its devices must share the host's memory.
         index: device number.
+
+    Raises:
+        UnsupportedError: the devices have memory of their own, where a CPU address means nothing.
     """
 
     name = "host"
     torch_device = torch.device("cpu")
 
     def __init__(self, runtime: Runtime, index: int = 0) -> None:
+        if not runtime.shares_host_memory:
+            raise UnsupportedError(
+                f"CPU tensors cannot be passed to {runtime.toolkit.root}: its devices have memory "
+                "of their own; allowed: npu tensors there, CPU tensors on the software device "
+                "(XMOE_DEVICE=soft); next: move the model to the npu device"
+            )
         self.runtime = runtime
         self.index = index
         self._lock = threading.Lock()

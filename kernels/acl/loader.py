@@ -185,6 +185,11 @@ class Runtime:
         return tuple(s for s in libraries.COMM_SYMBOLS if not self.hccl.has(s))
 
     @property
+    def shares_host_memory(self) -> bool:
+        """Whether this runtime's devices work on the host's own memory. A real NPU's do not."""
+        return self.identity is not None
+
+    @property
     def identity(self) -> str | None:
         """The software device's own name, or None for a vendor's CANN. For reports only."""
         if not self.acl.has("xsdIdentity"):

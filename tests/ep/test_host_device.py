@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from support.ranks import run_ranks
-from xmoe.errors import AclError, ConfigError
+from xmoe.errors import AclError, ConfigError, UnsupportedError
 from xmoe.kernels.acl.loader import load
 from xmoe.kernels.acl.toolkit import find_toolkit
 from xmoe.kernels.device import HostDevice, InlineDevice
@@ -71,3 +71,12 @@ def _binding(rank, group):
 
 def test_binding():
     run_ranks(_binding, 1, group=False)
+
+
+def test_host_tensors_are_refused_where_devices_have_their_own_memory() -> None:
+    class Foreign:
+        shares_host_memory = False
+        toolkit = type("Toolkit", (), {"root": "/usr/local/Ascend"})
+
+    with pytest.raises(UnsupportedError, match="memory of their own.*XMOE_DEVICE=soft"):
+        HostDevice(Foreign())  # type: ignore[arg-type]

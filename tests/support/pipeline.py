@@ -253,6 +253,7 @@ class MockAsync:
             first = self.part * experts // self.chunks
             last = (self.part + 1) * experts // self.chunks - 1
             self.part = (self.part + 1) % self.chunks
+            self.cursor = g  # stays there until the last part
             if self.part == 0:
                 self.flag[g] = -1
                 self.cursor = (g + 1) % len(self.flag)

@@ -68,7 +68,15 @@ LAYERS = {
     "xmoe.pipeline": Layer(VALUES | PIPELINE | {"xmoe.kernels.ops", "xmoe.kernels.device"}, TORCH),
     # The deployment of the command is a composition root of its own, like the runner.
     **{
-        unit: Layer(VALUES | KERNELS | COMM | PIPELINE | DEPLOYMENT | {"xmoe.ranks"}, TORCH)
+        unit: Layer(
+            VALUES
+            | KERNELS
+            | COMM
+            | PIPELINE
+            | DEPLOYMENT
+            | {"xmoe.ranks", "xmoe.pipeline.timeline"},
+            TORCH,
+        )
         for unit in DEPLOYMENT
     },
     "xmoe.pipeline.timeline": Layer(VALUES | PIPELINE, frozenset({"matplotlib"})),
