@@ -161,9 +161,10 @@ class InlineDevice:
 class _HostStream:
     def __init__(self, inner: AclStream) -> None:
         self._inner = inner
+        self._read = inner.read
 
     def handle(self) -> int:
-        return self._inner.handle
+        return self._read()
 
     def wait_event(self, event: Event) -> None:
         self._inner.wait_event(_inner_event(event))

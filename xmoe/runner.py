@@ -14,10 +14,8 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from types import TracebackType
-from typing import Protocol
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from xmoe.comm.agree import (
@@ -36,12 +34,7 @@ from xmoe.config import XmoeConfig
 from xmoe.errors import ConfigError, XmoeError
 from xmoe.executor import (
     ExecutorOptions,
-    Phase,
-    PhaseContext,
-    PhaseKind,
     StreamExecutor,
-    WorkItem,
-    prefetch,
 )
 from xmoe.facts import facts_of
 from xmoe.kernels.acl.loader import load
@@ -49,27 +42,16 @@ from xmoe.kernels.acl.quant_modes import quant_mode
 from xmoe.kernels.acl.toolkit import find_toolkit
 from xmoe.kernels.capability import Capability, probe
 from xmoe.kernels.device import Device, HostDevice, InlineDevice
-from xmoe.kernels.ops.fused_moe import expert_mlp
 from xmoe.kernels.ops.mega_moe import MegaMoe
 from xmoe.kernels.ops.quant import check_experts
-from xmoe.kernels.ops.routing import check_ids, clean_ids, pad_batch, unpad
+from xmoe.layer import MoeLayer as MoeLayer
+from xmoe.layer import Shared, TwoPathLayer
 from xmoe.multistream import StreamMode
 from xmoe.policy.decision import Decision
 from xmoe.policy.facts import merge_facts
 from xmoe.policy.profiles import profile_named
 from xmoe.policy.select import select
-from xmoe.types import ExpertWeights, Mode, MoeShape, Path, TokenBatch
-
-
-class MoeLayer(Protocol):
-    """The routed experts of one layer, over all ranks of the group.
-
-    hidden_states [T, H] model dtype, topk_ids [T, K] int32 or int64 global ids (-1 = slot unused),
-    topk_weights [T, K] float -> [T, H] in the dtype and of the length of the input, memory of its
-    own. T may be 0 and may differ between ranks. The shared expert is not included. COLLECTIVE.
-    """
-
-    def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor: ...
+from xmoe.types import ExpertWeights, Mode, MoeShape, Path
 
 
 class MoeRunner:
@@ -97,7 +79,6 @@ class MoeRunner:
         self.capability = capability
         self.launches = dict.fromkeys(Path, 0)
         self._group = group
-        self._rank = group_rank(group)
         self._sequence = 0
         self._counts: tuple[int, ...] | None = None
         self._closers = contextlib.ExitStack()
@@ -233,7 +214,19 @@ class MoeRunner:
                     reuse_executor=self.config.reuse_executor,
                 )
             self._layers.callback(fused.close)
-        return _Layer(self, weights, index, fused)
+        shared = Shared(
+            shape=self.shape,
+            config=self.config,
+            group=self._group,
+            rank=group_rank(self._group),
+            decision=self.decision,
+            counts=self._counts_now,
+            launches=self.launches,
+            executor=self._executor,
+            transport=self._transport,
+            resource=self._resource,
+        )
+        return TwoPathLayer(shared, weights, index, fused)
 
     @contextlib.contextmanager
     def step(self, num_tokens: int) -> Iterator[tuple[int, ...]]:
@@ -297,151 +290,6 @@ class MoeRunner:
                 "MoeRunner is closed; allowed: use before close(); next: create a new one on "
                 "every rank"
             )
-
-
-class _Layer:
-    """One MoE layer on both paths over the same weights; see MoeLayer."""
-
-    def __init__(
-        self, runner: MoeRunner, weights: ExpertWeights, index: int, fused: MegaMoe | None
-    ) -> None:
-        self._runner = runner
-        self._weights = weights
-        self._index = index
-        self._fused = fused
-
-    def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        runner = self._runner
-        batch = TokenBatch(hidden_states, topk_ids, topk_weights)
-        num_tokens = hidden_states.shape[0] if hidden_states.dim() else 0
-        counts = runner._counts_now(num_tokens)
-        step = runner.decision.for_step(counts)
-        runner.launches[step.path] += 1
-        if step.path is Path.MEGA_MOE:
-            announced = counts[runner._rank]
-            return self._run_fused(self._prepared(batch, announced), step.rows_per_rank)
-        return self._run_split(batch, counts)
-
-    def _prepared(self, batch: TokenBatch, announced: int) -> TokenBatch:
-        """The batch in the operator's types, or one error on all ranks before anything is
-        launched.
-        """
-        runner = self._runner
-        problem = _problem(batch, runner.shape, announced, runner.config.validate_ids)
-        if runner.config.validate_ids == "checked":
-            what = f"layer {self._index}, before the launch"
-            agree_success(runner._group, what, problem, runner.config.step_timeout_s)
-        elif problem is not None:
-            raise problem
-        return clean_ids(batch, runner.shape.num_experts)[0]
-
-    def _run_fused(self, batch: TokenBatch, rows: int) -> Tensor:
-        """MegaMoe as one compute phase on its resource's channel."""
-        runner, fused, resource = self._runner, self._fused, self._runner._resource
-        assert fused is not None and resource is not None
-        padded = pad_batch(batch, rows, runner.config.padding, num_experts=runner.shape.num_experts)
-
-        def compute(context: PhaseContext) -> None:
-            launch = resource.launch(
-                context.stream, lambda stream: fused.launch(padded.batch, stream, padded.mask)
-            )
-            context.own(launch)
-            context.values["output"] = launch.hidden_states
-
-        phase = Phase(PhaseKind.COMPUTE, resource.channel, compute)
-        ticket = runner._executor.submit(WorkItem("mega_moe", self._index, (phase,)))
-        output: Tensor = ticket.result()["output"]
-        return unpad(output, padded)
-
-    def _run_split(self, batch: TokenBatch, counts: tuple[int, ...]) -> Tensor:
-        """FusedMoE in one item, or, with overlap, in chunks of it.
-
-        The number of chunks comes from all ranks' counts, so it is the same everywhere; a rank
-        whose chunk is empty dispatches it all the same.
-        """
-        runner = self._runner
-        if runner._executor.options.mode is not StreamMode.OVERLAP:
-            ticket = runner._executor.submit(self._split_item(batch))
-            output: Tensor = ticket.result()["output"]
-            return output
-        chunks = -(-max(counts) // runner.config.split_chunk_tokens)
-        items = [self._split_item(part) for part in _chunks(batch, max(1, chunks))]
-        tickets = prefetch(runner._executor, items)
-        outputs = [ticket.result()["output"] for ticket in tickets]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def _split_item(self, batch: TokenBatch) -> WorkItem:
-        """Recv (dispatch), compute (grouped product) and send (combine)."""
-        runner, shape, transport = self._runner, self._runner.shape, self._runner._transport
-
-        def recv(context: PhaseContext) -> None:
-            context.values["received"] = transport.dispatch(batch)
-
-        def compute(context: PhaseContext) -> None:
-            tokens, counts, handle = context.values.pop("received")
-            expert_out = expert_mlp(
-                tokens,
-                counts.tolist(),
-                self._weights,
-                activation=shape.activation,
-                clamp=shape.activation_clamp,
-                layout=shape.gate_up_layout,
-                deterministic=runner.config.deterministic,
-            )
-            context.values["computed"] = (expert_out, handle)
-
-        def send(context: PhaseContext) -> None:
-            context.values["output"] = transport.combine(*context.values.pop("computed"))
-
-        phases = (
-            Phase(PhaseKind.RECV, "fused_moe", recv),
-            Phase(PhaseKind.COMPUTE, "experts", compute),
-            Phase(PhaseKind.SEND, "fused_moe", send),
-        )
-        return WorkItem("fused_moe", self._index, phases)
-
-
-def _chunks(batch: TokenBatch, count: int) -> list[TokenBatch]:
-    """`count` parts of the rows, as even as possible, some maybe empty."""
-    hidden, ids, weights = batch.hidden_states, batch.topk_ids, batch.topk_weights
-    if min(hidden.dim(), ids.dim(), weights.dim()) < 1:
-        return [batch] * count  # no batch at all: dispatch refuses it, on every rank
-    edges = [hidden.shape[0] * n // count for n in range(count + 1)]
-    edges[-1] = max(hidden.shape[0], ids.shape[0], weights.shape[0])  # lets a mismatch show
-    return [
-        TokenBatch(hidden[a:b], ids[a:b], weights[a:b])
-        for a, b in zip(edges, edges[1:], strict=False)
-    ]
-
-
-def _problem(
-    batch: TokenBatch, shape: MoeShape, announced: int, validate_ids: str
-) -> Exception | None:
-    """Why this rank's batch can't be launched; found without talking to anybody."""
-    hidden, ids, weights = batch.hidden_states, batch.topk_ids, batch.topk_weights
-    fits = (
-        tuple(hidden.shape) == (announced, shape.hidden)
-        and tuple(ids.shape) == (announced, shape.topk)
-        and ids.shape == weights.shape
-        and str(hidden.dtype) == f"torch.{shape.dtype}"
-        and not ids.dtype.is_floating_point
-        and weights.dtype.is_floating_point
-    )
-    if not fits:
-        return ConfigError(
-            f"hidden_states {list(hidden.shape)} {hidden.dtype}, topk_ids {list(ids.shape)} "
-            f"{ids.dtype}, "
-            f"topk_weights {list(weights.shape)} {weights.dtype}; allowed: [{announced}, "
-            f"{shape.hidden}] "
-            f"{shape.dtype}, [{announced}, {shape.topk}] integer, [{announced}, {shape.topk}] "
-            "float "
-            f"({announced} tokens were announced for this step); next: correct the engine's batch"
-        )
-    if validate_ids == "checked":
-        found = check_ids(ids, shape.num_experts)
-        if found:
-            return ConfigError(found.sentence(shape.num_experts))
-    return None
 
 
 def _is_cpu(device: RuntimeDevice | torch.device | None) -> bool:

@@ -167,11 +167,10 @@ class AclStream(OwnedHandle):
         self._handle = out[0]
         self._address = int(runtime.ffi.cast("uintptr_t", out[0]))
 
-    @property
-    def handle(self) -> int:
-        """As an integer, valid until `close`. Converted once: each launch asks for it."""
+    def read(self) -> int:
+        """`handle`, converted once: each launch asks for it."""
         if self._handle is None:
-            return super().handle  # says that it is closed
+            return self.handle  # says that it is closed
         return self._address
 
     def synchronize(self, timeout_s: float | None = None) -> None:

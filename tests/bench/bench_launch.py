@@ -194,6 +194,7 @@ def run(adaptor: str, rounds: int, patience_s: float) -> dict[str, Any]:
         if adaptor == "npu":
             step = plain.same_tensors()
             ways["raw_handle_flush"] = (raw, 1)
+            ways["stream_handle_flush"] = (case.stream.handle, 1)
             ways["plan_flush"] = (step, 1)
         figures, quiet = measure(ways, rounds, patience_s, lambda: scratch.add_(1))
         base = case.workspace.data_ptr()

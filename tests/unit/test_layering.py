@@ -39,7 +39,7 @@ EXECUTOR = PIPELINE | {"xmoe.executor"}
 DEPLOYMENT = frozenset(
     f"xmoe.pipeline.{name}" for name in ("deployment", "run", "report", "command", "more", "probes")
 )
-RUNNER = frozenset({"xmoe.runner"})
+RUNNER = frozenset({"xmoe.runner", "xmoe.layer"})
 TORCH = frozenset({"torch"})
 EVERYTHING = frozenset({"*"})
 
@@ -81,9 +81,12 @@ LAYERS = {
     },
     "xmoe.pipeline.timeline": Layer(VALUES | PIPELINE, frozenset({"matplotlib"})),
     "xmoe.facts": Layer(VALUES | ACL | {"xmoe.kernels.capability", "xmoe.policy"}),
-    "xmoe.runner": Layer(
-        VALUES | KERNELS | COMM | EXECUTOR | RUNNER | {"xmoe.policy", "xmoe.facts"}, TORCH
-    ),
+    **{
+        unit: Layer(
+            VALUES | KERNELS | COMM | EXECUTOR | RUNNER | {"xmoe.policy", "xmoe.facts"}, TORCH
+        )
+        for unit in RUNNER
+    },
     "xmoe.models": Layer(
         VALUES | RUNNER | {"xmoe.models"}, TORCH | {"numpy", "safetensors", "tokenizers"}
     ),

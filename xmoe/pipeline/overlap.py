@@ -4,7 +4,8 @@
 The bound is the longest path through the graph of the trace's own phases, each as long as its
 measured work (waiting left out), with the edges the schedule has: an item's phases, order on a
 stream, slot reuse, channel rules, cores that two kernels cannot share, and messages between
-ranks. No schedule with the same work and the same order can be shorter. What host and device add on top is the distance to it.
+ranks. No schedule with the same work and the same order can be shorter. What host and
+device add on top is the distance to it.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ static int context;
 static long counts[4];
 enum { RECORDED, WAITED, SYNCHRONISED, ALLOCATED };
 long* stubCounts(void) { return counts; }
+/* Its memory is the host's, as the software device's is, so CPU tensors may be handed to it. */
+const char* xsdIdentity(void) { return "stub"; }
 const char* aclGetRecentErrMsg(void) { return NULL; }
 int aclInit(const char* c) { (void)c; return 0; }
 const char* aclrtGetSocName(void) { return "Ascend910_9391"; }

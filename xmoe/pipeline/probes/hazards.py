@@ -58,9 +58,7 @@ def judge_credit(results: list[dict[str, Any]], strict: bool) -> Evidence:
     }
     if strict:
         ok = attention["code"] == VECTOR_FAULT and attention["value"] == 1.0
-        finding = (
-            "the strict device refuses a dispatch before the combine of the first, which is safe"
-        )
+        finding = "the strict device refuses a second dispatch; the first is unharmed"
     else:
         ok = attention["code"] == 0 and attention["value"] == 2.0 and ffn["layer"] == 2
         finding = "nothing stops a second dispatch: the first one's caller gets the second's rows"
