@@ -2,8 +2,9 @@
 """Where the executor is imported from; it lives in `xmoe.pipeline`."""
 
 from xmoe.pipeline.channels import ChannelRule
-from xmoe.pipeline.executor import ExecutorOptions, StreamExecutor, Ticket
+from xmoe.pipeline.executor import StreamExecutor, Ticket
 from xmoe.pipeline.items import Phase, PhaseContext, PhaseKind, TraceEntry, WorkItem
+from xmoe.pipeline.options import ExecutorOptions
 from xmoe.pipeline.schedules import prefetch
 
 __all__ = [

@@ -184,8 +184,8 @@ class MegaMoe:
             )
         if self._plan.symbols is not self._symbols:
             raise ConfigError(
-                f"launch plan was made for ABI variant {self._plan.symbols.require_variant().id} of "
-                f"{self._plan.symbols.library.path}, the operator now has "
+                f"launch plan was made for ABI variant {self._plan.symbols.require_variant().id} "
+                f"of {self._plan.symbols.library.path}, the operator now has "
                 f"{self._symbols.require_variant().id} of {self._symbols.library.path}; allowed: "
                 "one library for the operator's life; next: make the operator anew"
             )

@@ -244,8 +244,9 @@ def executor_cost(rounds: int) -> dict[str, Any]:
 def _items(device: Any, run: Callable[[Any], None], count: int) -> tuple[float, float]:
     """Wall and issuing thread's microseconds of an item with three phases, streaming."""
     from xmoe.multistream import StreamMode
-    from xmoe.pipeline.executor import ExecutorOptions, StreamExecutor
+    from xmoe.pipeline.executor import StreamExecutor
     from xmoe.pipeline.items import Phase, PhaseKind, WorkItem
+    from xmoe.pipeline.options import ExecutorOptions
 
     kinds = (PhaseKind.RECV, PhaseKind.COMPUTE, PhaseKind.SEND)
     options = ExecutorOptions(mode=StreamMode.OVERLAP, max_inflight=4)

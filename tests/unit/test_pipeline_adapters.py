@@ -24,8 +24,9 @@ from xmoe.pipeline.adapters.camp2p import (
     CAMP2PTransferState,
 )
 from xmoe.pipeline.attention import AttentionLoop
-from xmoe.pipeline.executor import ExecutorOptions, StreamExecutor
+from xmoe.pipeline.executor import StreamExecutor
 from xmoe.pipeline.ffn import FfnLoop
+from xmoe.pipeline.options import ExecutorOptions
 
 GROUPS = ("g0", "g1")
 

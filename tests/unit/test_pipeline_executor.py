@@ -24,8 +24,9 @@ from xmoe.multistream import MultistreamConfig, StreamMode
 from xmoe.pipeline import executor as executor_module
 from xmoe.pipeline.channels import Channel, ChannelRule
 from xmoe.pipeline.events import EventPool
-from xmoe.pipeline.executor import ExecutorOptions, StreamExecutor
+from xmoe.pipeline.executor import StreamExecutor
 from xmoe.pipeline.items import PhaseKind
+from xmoe.pipeline.options import ExecutorOptions
 
 R, M, C, S = PhaseKind.RECV, PhaseKind.METADATA, PhaseKind.COMPUTE, PhaseKind.SEND
 SERIAL, OVERLAP = StreamMode.SERIAL, StreamMode.OVERLAP

@@ -36,9 +36,10 @@ from xmoe.pipeline.adapters.camp2p import CamP2PAttentionAdapter, CamP2PFfnAdapt
 from xmoe.pipeline.attention import AttentionLoop
 from xmoe.pipeline.channels import ChannelRule
 from xmoe.pipeline.events import EventLease
-from xmoe.pipeline.executor import ExecutorOptions, StreamExecutor
+from xmoe.pipeline.executor import StreamExecutor
 from xmoe.pipeline.ffn import FfnLoop
 from xmoe.pipeline.items import Phase, PhaseKind, WorkItem
+from xmoe.pipeline.options import ExecutorOptions
 
 R, C, S = PhaseKind.RECV, PhaseKind.COMPUTE, PhaseKind.SEND
 MODES = st.sampled_from([StreamMode.SERIAL, StreamMode.OVERLAP])

@@ -28,18 +28,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from xmoe.errors import AclError, CommError, ConfigError, FenceTimeout, PipelineStopped, XmoeError
 from xmoe.kernels.device import Device, Stream, is_timeout
-from xmoe.multistream import EVENTS_PER_SLOT, MAX_INFLIGHT, MultistreamConfig, StreamMode
+from xmoe.multistream import EVENTS_PER_SLOT, StreamMode
 from xmoe.pipeline.channels import Channel, ChannelRule
 from xmoe.pipeline.events import EventLease, EventPool
 from xmoe.pipeline.items import Phase, PhaseContext, PhaseKind, TraceEntry, WorkItem
+from xmoe.pipeline.options import DEFAULT_TIMEOUT_S, ExecutorOptions
 
-DEFAULT_TIMEOUT_S = 60.0
 # A host wait looks up this often, to see a stop or another phase's failure.
 _LOOK_UP_S = 0.05
 _GATE_SPINS, _GATE_PAUSE_S = 64, 0.0001
@@ -57,62 +56,6 @@ def _order(lease: EventLease, stream: Stream) -> None:
 
 
 OnFailure = Callable[[BaseException, "tuple[Ticket, ...]"], None]
-
-
-@dataclass(frozen=True)
-class ExecutorOptions:
-    """How an executor runs.
-
-    Attributes:
-        mode: serial or overlap.
-        max_inflight: slots, 1..4. event_ring: events, None for three a slot.
-        timeout_s: for one item; shutdown_timeout_s: for streams to stop after a failure.
-        stall_warn_s: after which `on_stall` is told of a wait.
-        trace: keep TraceEntry objects.
-        distrust_after_error: after a device error no stream's answer proves that it stopped (a host
-            task queue drops launches silently then), so all memory stays quarantined.
-    """
-
-    mode: StreamMode = StreamMode.SERIAL
-    max_inflight: int = 1
-    event_ring: int | None = None
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    shutdown_timeout_s: float | None = None
-    stall_warn_s: float = 30.0
-    trace: bool = False
-    distrust_after_error: bool = False
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_inflight <= MAX_INFLIGHT:
-            raise ConfigError(
-                f"max_inflight={self.max_inflight}; allowed: 1..{MAX_INFLIGHT}; next: correct the "
-                "setting"
-            )
-        least = EVENTS_PER_SLOT * self.max_inflight
-        if self.event_ring is not None and self.event_ring < least:
-            raise ConfigError(
-                f"event_ring={self.event_ring}; allowed: {least} or more for {self.max_inflight} "
-                "slots; next: raise it"
-            )
-        if self.mode is StreamMode.OFF:
-            raise ConfigError(
-                'mode="off" has no executor; allowed: serial, overlap; next: run the plain loop'
-            )
-
-    @classmethod
-    def of(cls, config: MultistreamConfig, role: str, *, slots: int | None = None) -> Self:
-        """What the settings say for `role`; `slots` where a schedule needs more than one."""
-        mode = config.mode_of(role)
-        count = config.max_inflight if mode is StreamMode.OVERLAP else 1
-        return cls(
-            mode=StreamMode.SERIAL if mode is StreamMode.OFF else mode,
-            max_inflight=max(count, slots or 1),
-            event_ring=max(config.events, EVENTS_PER_SLOT * max(count, slots or 1)),
-            timeout_s=config.wait_timeout_s,
-            shutdown_timeout_s=config.shutdown_timeout_s,
-            stall_warn_s=config.stall_warn_s,
-            trace=config.trace,
-        )
 
 
 class _Slot:

@@ -19,8 +19,9 @@ from xmoe.errors import AclError, PipelineStopped, XmoeError
 from xmoe.kernels.device import Device
 from xmoe.multistream import HostFence, MultistreamConfig, PipelineShape
 from xmoe.pipeline.adapters.base import Adapter, FfnAdapter, FfnInput, FfnModel, StepPlan
-from xmoe.pipeline.executor import ExecutorOptions, StreamExecutor, Ticket
+from xmoe.pipeline.executor import StreamExecutor, Ticket
 from xmoe.pipeline.items import Phase, PhaseContext, PhaseKind, WorkItem
+from xmoe.pipeline.options import ExecutorOptions
 
 ABORT_FAILED = 1
 
