@@ -145,9 +145,9 @@ def test_unknown_group_is_refused_before_anything_runs(checkout: Path) -> None:
 
 
 def ci_run(root: Path, quickstart: str, test: str) -> subprocess.CompletedProcess[str]:
-    """.ci/run in a checkout whose two commands are the given shell lines."""
+    """.ci/run in a checkout whose commands are the given shell lines."""
     shutil.copytree(ROOT / ".ci", root / ".ci")
-    (root / "README.md").write_text("bash ci/quickstart.sh\nbash ci/test.sh\n")
+    (root / "README.md").write_text("bash ci/quickstart.sh\nbash ci/test.sh\nbash ci/test.sh npu\n")
     (root / "ci" / "quickstart.sh").write_text(quickstart)
     (root / "ci" / "test.sh").write_text(test)
     subprocess.run(["git", "init", "-q", str(root)], check=True)
