@@ -13,6 +13,10 @@ bash ci/setup.sh
 bin=$XMOE_VENV/bin
 # Compiled against this environment's torch; takes some minutes the first time.
 "$bin/python" kernels/softdev/build.py --opapi
+# Its sources hold escape sequences that Python warns of when it compiles them; under "warnings are errors" the
+# first import would fail, a later one, from byte code, would not.
+site=$("$bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+"$bin/python" -W ignore -m compileall -q "$site/torch_npu" >/dev/null
 # Before Python starts: the loader reads LD_LIBRARY_PATH once, and `import torch` loads torch_npu.
 environment=$("$bin/xmoe" device env)
 eval "$environment"

@@ -110,15 +110,11 @@ class LaunchFence:
             FenceTimeout: another launch holds the lease, or (host mode) runs, longer than
                 `timeout_s`.
         """
-        if not self._mutex.acquire(timeout=self.timeout_s):
-            raise FenceTimeout(
-                f"launch fence: another thread has held the lease for {self.timeout_s:g} s; "
-                "allowed: a launch is queued within that time; next: look at that thread, or raise "
-                "fence_timeout_s"
-            )
+        self._lock(self.timeout_s)
         try:
             # Read once for the fence's own needs: where a host queue is emptied first, that costs.
             handle = stream.handle()
+            self._make_room(handle)
             self._order(stream, handle)
         except BaseException:
             self._mutex.release()
@@ -136,8 +132,18 @@ class LaunchFence:
             self.waits += 1
             stream.wait_event(event)
 
+    def _make_room(self, handle: int) -> None:
+        """An event for this stream, made before the launch: afterwards nothing may fail for it."""
+        if handle in self._events:
+            return
+        while len(self._events) >= _MAX_STREAMS:
+            oldest = next(iter(self._events))
+            wait_event(self._events[oldest], self.timeout_s, "an earlier stream's launch")
+            self._events.pop(oldest).close()
+        self._events[handle] = self._device.create_event()
+
     def _recorded(self, stream: Stream, handle: int) -> None:
-        event = self._events.pop(handle, None) or self._device.create_event()
+        event = self._events.pop(handle)
         try:
             event.record(stream, handle)
         except AclError:
@@ -149,11 +155,6 @@ class LaunchFence:
         self.launches += 1
         self._events[handle] = event
         self._last = (handle, event)
-        while len(self._events) > _MAX_STREAMS:
-            oldest = next(iter(self._events))
-            old = self._events.pop(oldest)
-            wait_event(old, self.timeout_s, "an earlier stream's launch")
-            old.close()
 
     def wait_for_stream(self, handle: int) -> None:
         """Wait until the latest launch recorded on this stream is done. Local.
@@ -172,16 +173,30 @@ class LaunchFence:
             FenceTimeout: not done in time. AclError: a launch failed on the device.
         """
         limit = self.timeout_s if timeout_s is None else timeout_s
-        with self._mutex:
+        self._lock(limit)
+        try:
             for event in self._events.values():
                 wait_event(event, limit, "drain")
+        finally:
+            self._mutex.release()
 
     def close(self) -> None:
-        """Release the events; does not wait. Twice is harmless."""
-        with self._mutex:
+        """Release the events; waits for no launch. Twice is harmless. Raises FenceTimeout."""
+        self._lock(self.timeout_s)
+        try:
             self._last = None
             while self._events:
                 self._events.popitem()[1].close()
+        finally:
+            self._mutex.release()
+
+    def _lock(self, timeout_s: float) -> None:
+        if not self._mutex.acquire(timeout=timeout_s):
+            raise FenceTimeout(
+                f"launch fence: another thread has held the lease for {timeout_s:g} s; "
+                "allowed: a launch is queued within that time; next: look at that thread, or raise "
+                "fence_timeout_s"
+            )
 
 
 def wait_event(event: Event, timeout_s: float, what: str) -> None:

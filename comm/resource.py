@@ -83,7 +83,7 @@ class MegaMoeCommResource:
         with slot.lock:
             core = slot.cores.get(key)
             if core is None:
-                core = slot.cores[key] = ResourceCore(group, device, spec)
+                core = slot.cores[key] = ResourceCore(group, device, spec, borrow=not slot.cores)
                 _live.add(core)
             elif core.spec != spec:
                 raise ConfigError(

@@ -91,8 +91,14 @@ class ResourceSpec:
 class ResourceCore:
     """The resource itself, shared by all who acquired it."""
 
-    def __init__(self, group: ProcessGroup, device: RuntimeDevice, spec: ResourceSpec) -> None:
+    def __init__(
+        self, group: ProcessGroup, device: RuntimeDevice, spec: ResourceSpec, *, borrow: bool = True
+    ) -> None:
+        """`borrow`: an HCCL group's own communicator may serve, since no other resource uses it."""
         self.spec = spec
+        # A window and its fence belong together: two resources never share a communicator. One
+        # with a buffer size of its own needs a communicator made with it.
+        self._borrow = borrow and spec.ccl_buffer_mb is None
         self.shares = 0
         self.failed: Exception | None = None
         self.channel = f"mega_moe:{spec.role}:{spec.capacity}"
@@ -106,6 +112,18 @@ class ResourceCore:
         with contextlib.ExitStack() as undo:
             self._build(group, undo)
             undo.pop_all()
+
+    def _join(self, made: _Made, group: ProcessGroup, root_info: bytes) -> None:
+        size, rank = self._size, self._rank
+        name = hccl_name(group, rank) if self._borrow else None
+        if name is None:
+            made.comm = HcclCommunicator(
+                made.runtime, size, rank, root_info, self.spec.ccl_buffer_mb
+            )
+        else:
+            made.comm = HcclCommunicator.named(made.runtime, size, rank, name)
+        made.comm.verify()
+        made.name = made.comm.name()
 
     def _build(self, group: ProcessGroup, undo: contextlib.ExitStack) -> None:
         """Each step ends with all ranks agreeing that it went well; if not, all is undone."""
@@ -124,7 +142,7 @@ class ResourceCore:
         agreed("libraries", lambda: self._look(made))
         root_info = broadcast_bytes(group, made.root_info, "root info", spec.step_timeout_s)
         undo.callback(self._undo, made)
-        agreed("communicator", lambda: made.join(group, self._size, self._rank, root_info, spec))
+        agreed("communicator", lambda: self._join(made, group, root_info))
         agreed("context", lambda: made.build(self._window_spec(spec.capacity), self._rank, spec))
         sizes = {"ccl_buffer_bytes": made.ccl_buffer_bytes}
         require_equal(group, "communication resource", sizes, spec.step_timeout_s)
@@ -267,17 +285,6 @@ class _Made:
     name: str = ""
     context: bytes = b""
     ccl_buffer_bytes: int = 0
-
-    def join(
-        self, group: ProcessGroup, size: int, rank: int, root_info: bytes, spec: ResourceSpec
-    ) -> None:
-        name = hccl_name(group, rank)
-        if name is None:
-            self.comm = HcclCommunicator(self.runtime, size, rank, root_info, spec.ccl_buffer_mb)
-        else:
-            self.comm = HcclCommunicator.named(self.runtime, size, rank, name)
-        self.comm.verify()
-        self.name = self.comm.name()
 
     def build(self, window: WindowSpec, rank: int, spec: ResourceSpec) -> None:
         assert self.comm is not None

@@ -113,7 +113,7 @@ class CollectiveTransport:
         problem = self._problem(batch)
         if problem is None:
             batch, dropped = clean_ids(batch, self.num_experts)
-            self.dropped_slots += dropped
+            self.dropped_slots += int(dropped)
             slots = sort_slots(batch.topk_ids, self.num_experts)
             counts = slots.counts
         else:

@@ -25,7 +25,7 @@ from xmoe.models.qwen3_5.widen import plan_widening, widened_shape
 from xmoe.policy import explain as text
 from xmoe.policy.decision import Check, Decision
 from xmoe.policy.facts import Facts
-from xmoe.policy.profiles import PROFILES, LimitProfile, profile_named
+from xmoe.policy.profiles import PROFILES, LimitProfile, profile_named, soc_family
 from xmoe.policy.select import assess, switched_off
 from xmoe.types import Mode, MoeShape, Path
 
@@ -150,7 +150,7 @@ def _facts(
         abi_variant=variant,
         ep_size=ep_size,
         max_tokens_per_rank=config.max_tokens_per_rank,
-        ccl_buffer_bytes=layout.ccl_buffer_bytes_of(buffer_mb),
+        ccl_buffer_bytes=layout.ccl_buffer_bytes_of(buffer_mb, soc_family(soc) or "A3"),
         callable_variants=tuple(VARIANTS),
         runtime_quants=PREPARED_QUANTS,
         config_digest=config.digest(),

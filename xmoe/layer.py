@@ -88,7 +88,8 @@ class TwoPathLayer:
         launched.
         """
         shared = self._shared
-        problem = _problem(batch, shared.shape, announced, shared.config.validate_ids)
+        device = self._weights.gate_up.device
+        problem = _problem(batch, shared.shape, announced, device, shared.config.validate_ids)
         if shared.config.validate_ids == "checked":
             what = f"layer {self._index}, before the launch"
             agree_success(shared.group, what, problem, shared.config.step_timeout_s)
@@ -176,7 +177,11 @@ def _chunks(batch: TokenBatch, count: int) -> list[TokenBatch]:
 
 
 def _problem(
-    batch: TokenBatch, shape: MoeShape, announced: int, validate_ids: str
+    batch: TokenBatch,
+    shape: MoeShape,
+    announced: int,
+    device: torch.device,
+    validate_ids: str,
 ) -> Exception | None:
     """Why this rank's batch can't be launched; found without talking to anybody."""
     hidden, ids, weights = batch.hidden_states, batch.topk_ids, batch.topk_weights
@@ -188,6 +193,11 @@ def _problem(
         and not ids.dtype.is_floating_point
         and weights.dtype.is_floating_point
     )
+    if {hidden.device, ids.device, weights.device} != {device}:
+        return ConfigError(
+            f"hidden_states on {hidden.device}, topk_ids on {ids.device}, topk_weights on "
+            f"{weights.device}; allowed: {device}, where the expert weights are; next: move them"
+        )
     if not fits:
         return ConfigError(
             f"hidden_states {list(hidden.shape)} {hidden.dtype}, topk_ids {list(ids.shape)} "

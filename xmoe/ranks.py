@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from xmoe.errors import CommError, ConfigError, PeerLost
+from xmoe.errors import CommError, ConfigError
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 3.0
@@ -164,8 +164,12 @@ class _Group:
             while open_ranks and time.monotonic() < deadline:
                 self._receive(open_ranks, 0.2, on_report)
             raise self._failure()
-        for process in self._processes:
+        for rank, process in enumerate(self._processes):
             process.join(_GRACE_S)
+            if process.exitcode != 0:
+                self._fail(rank, "PeerLost", _death(process.exitcode), "")
+        if self._errors:
+            raise self._failure()
         return [self._results[rank] for rank in range(self._size)]
 
     def _receive(self, open_ranks: set[int], timeout: float, on_report: OnReport | None) -> None:
@@ -232,7 +236,9 @@ class _Group:
 def _death(code: int | None) -> str:
     if code is not None and code < 0:
         return f"the process was ended by {signal.Signals(-code).name}"
-    return f"the process exited with code {code} without a result"
+    if code is None:
+        return f"the process did not end within {_GRACE_S:g} s of its result"
+    return f"the process ended with exit code {code}"
 
 
 def _ranges(ranks: Sequence[int]) -> str:
@@ -276,11 +282,3 @@ def _child(
         conn.send(("error", type(error).__name__, str(error), traceback.format_exc()))
     finally:
         conn.close()
-
-
-def lost_peer(ranks: Sequence[int], phase: str) -> PeerLost:
-    """The error for peers that died or stopped answering."""
-    return PeerLost(
-        f"{phase}: rank {_ranges(ranks)} of the group is gone or does not answer; "
-        "allowed: all ranks alive; next: look at that rank's own error and restart the group"
-    )

@@ -117,7 +117,13 @@ class MoeRunner:
         capability = Capability()
         if config.mode is not Mode.OFF:
             capability = probe(abi_variant=config.abi_variant)
-        own = facts_of(config, capability, group_size(group))
+        own, error = None, None
+        try:
+            own = facts_of(config, capability, group_size(group))
+        except XmoeError as caught:  # a bad variable of this rank's environment
+            error = caught
+        agree_success(group, "facts", error, timeout_s)
+        assert own is not None
         facts = merge_facts(gather_facts(group, own, timeout_s))
         decision = select(config.mode, facts, shape, config.profile)
         compare_digest(group, decision.digest(), "decision", timeout_s)
@@ -178,7 +184,7 @@ class MoeRunner:
             try:
                 device = _adaptor(wanted)
                 self._closers.callback(device.close)
-            except XmoeError as caught:
+            except (XmoeError, OSError, RuntimeError) as caught:
                 error = caught
         agree_success(self._group, "device", error, self.config.step_timeout_s)
         assert device is not None
@@ -232,7 +238,8 @@ class MoeRunner:
     def step(self, num_tokens: int) -> Iterator[tuple[int, ...]]:
         """One step of the engine: every layer call inside brings `num_tokens` rows. COLLECTIVE.
 
-        One small host collective a step instead of one a layer. Yields all ranks' token counts.
+        The token counts are exchanged once here instead of in every layer; with validate_ids
+        "checked" a fused layer still agrees on its ids before the launch. Yields all ranks' counts.
         Every rank takes part in every step, with 0 when it has nothing.
 
         Raises:

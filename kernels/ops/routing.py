@@ -81,18 +81,18 @@ def check_ids(topk_ids: Tensor, num_experts: int) -> IdProblems:
     return IdProblems(num_bad, num_repeated, f"row {row}, slot {slot}, id {int(ids[row, slot])}")
 
 
-def clean_ids(batch: TokenBatch, num_experts: int) -> tuple[TokenBatch, int]:
+def clean_ids(batch: TokenBatch, num_experts: int) -> tuple[TokenBatch, Tensor]:
     """Make unusable slots unused: id -1 and weight 0. Returns the batch and how many slots changed.
 
     Ids outside [-1, E) and repeats of an expert within a row (the first stays) are unusable. Slots
     that were -1 already only have their weight set to 0. Ids come back as contiguous int32, weights
-    as contiguous float32; 64-bit ids are judged before they are narrowed. No host synchronisation
-    except for the count.
+    as contiguous float32; 64-bit ids are judged before they are narrowed. No host synchronisation:
+    the count is a 0-d tensor.
     """
     ids = batch.topk_ids.to(torch.int64)
     in_range = (ids >= 0) & (ids < num_experts)
     usable = in_range & ~_repeated(ids, in_range)
-    changed = int((~usable & (ids != -1)).sum())
+    changed = (~usable & (ids != -1)).sum()
     return (
         TokenBatch(
             batch.hidden_states,

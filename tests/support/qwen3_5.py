@@ -133,3 +133,14 @@ def eager_layer(calls: list[tuple[int, int]]) -> Any:
         return layer
 
     return make_layer
+
+
+def registered_in_child(queue: Any) -> None:
+    """Says which function a fresh process registered. Here, since a spawned one must find it."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    from xmoe.models.qwen3_5 import engine_transformers as engine
+
+    engine.register()
+    found = ExpertsInterface._global_mapping.get("xmoe")
+    queue.put(getattr(found, "__module__", None))

@@ -186,14 +186,6 @@ def test_a_model_without_our_layers_gives_a_clear_error(clean_registry: dict[str
         model(torch.tensor([PROMPT]))
 
 
-def _child(queue: Any) -> None:
-    from transformers.integrations.moe import ExpertsInterface
-
-    engine.register()
-    found = ExpertsInterface._global_mapping.get("xmoe")
-    queue.put(getattr(found, "__module__", None))
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_registration_works_in_a_child(method: str) -> None:
     engine.register()
@@ -201,7 +193,7 @@ def test_registration_works_in_a_child(method: str) -> None:
     queue = context.Queue()
     # A thread of the parent holds the lock while the child is made.
     with engine._lock:
-        child = context.Process(target=_child, args=(queue,))
+        child = context.Process(target=toy.registered_in_child, args=(queue,))
         child.start()
     try:
         assert queue.get(timeout=150) == "xmoe.models.qwen3_5.engine_transformers"

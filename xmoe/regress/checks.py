@@ -87,7 +87,8 @@ def check_reference(captures: Iterable[Capture], stored: StoredExperts) -> list[
         worst[call.path] = max(worst.get(call.path, 0.0), error)
         calls[call.path] = calls.get(call.path, 0) + 1
         beyond = np.concatenate([call.hidden_states[:, hidden:], call.output[:, hidden:]], axis=1)
-        stray[call.path] = max(stray.get(call.path, 0.0), float(np.abs(beyond).max(initial=0.0)))
+        size = np.nan_to_num(np.abs(beyond), nan=np.inf).max(initial=0.0)
+        stray[call.path] = max(stray.get(call.path, 0.0), float(size))
     return [
         Verdict(
             "reference",
