@@ -249,6 +249,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("XMOE_STRICT", "tests that would be skipped fail instead", BOOLEAN, False),
     Variable("XMOE_PYTHON", "ci scripts: interpreter that makes the environment", TEXT, None),
     Variable("XMOE_VENV", "ci scripts: where the environment is made", PATH, None),
+    Variable("XMOE_NPU_VENV", "ci scripts: where the one with torch_npu is made", PATH, None),
+    Variable("XMOE_EXTRAS", "ci scripts: extras to install; not set: test", TEXT, None),
     Variable("XMOE_BIN", "ci scripts: set by them, the environment's bin directory", PATH, None),
     Variable("ASCEND_HOME_PATH", "root of the CANN toolkit; not set: no CANN", PATH, None),
     Variable("ASCEND_TOOLKIT_HOME", "as ASCEND_HOME_PATH, read when that is not set", PATH, None),
