@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -177,12 +178,21 @@ def test_error_scan(tmp_path: Path, line: str, clean: bool) -> None:
     assert checks.check_logs(str(tmp_path)).passed is clean
 
 
-def test_released_names_what_is_left() -> None:
-    import os
-
-    alive = checks.check_released(checks.shared_memory_files(), [os.getpid()])
+def test_released_names_what_is_left(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    alive = checks.check_released("run-1-", [os.getpid()], folder)
     assert not alive.passed and str(os.getpid()) in alive.detail
-    assert checks.check_released(checks.shared_memory_files(), []).passed
+    (tmp_path / "run-2-window").touch()  # another job's
+    assert checks.check_released("run-1-", [], folder).passed
+    (tmp_path / "run-1-window").touch()
+    left = checks.check_released("run-1-", [], folder)
+    assert not left.passed and "run-1-window" in left.detail
+
+
+def test_json_of_failed_ranks_says_so() -> None:
+    verdict = checks.Verdict("ranks", "", False, "rank 1 died")
+    document = json.loads(json.dumps(report.to_json(_plan(), [], [verdict], 1.0)))
+    assert document["passed"] is False and document["outputs"] == {}
 
 
 def test_json_is_complete_and_plain() -> None:

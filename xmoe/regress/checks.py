@@ -22,6 +22,9 @@ _ERROR_PATTERN = re.compile(
 )
 
 
+SHARED_MEMORY = "/dev/shm"
+
+
 @dataclass(frozen=True)
 class Verdict:
     """One check of a run. `path` is empty where the check is about the whole run."""
@@ -132,16 +135,14 @@ def check_logs(folder: str) -> Verdict:
     return Verdict("error scan", "", not hits, "; ".join(hits[:3]) or "nothing found")
 
 
-def check_released(shm_before: frozenset[str], pids: Sequence[int]) -> Verdict:
-    """No process of the run lives on and no shared memory file is left."""
-    alive = [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
-    left = sorted(shared_memory_files() - shm_before)
-    problems = [f"process {pid} still runs" for pid in alive]
-    problems += [f"/dev/shm/{name} left behind" for name in left]
-    detail = "; ".join(problems) or "no process, no shared memory file, no device context left"
+def check_released(prefix: str, pids: Sequence[int], folder: str = SHARED_MEMORY) -> Verdict:
+    """No process of the run lives on and none of its shared memory files is left.
+
+    Args:
+        prefix: what the names of the run's files in `folder` begin with.
+    """
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    problems = [f"process {pid} still runs" for pid in pids if os.path.exists(f"/proc/{pid}")]
+    problems += [f"{folder}/{name} left behind" for name in names if name.startswith(prefix)]
+    detail = "; ".join(problems) or "all ranks ended by themselves, no shared memory file is left"
     return Verdict("released", "", not problems, detail)
-
-
-def shared_memory_files() -> frozenset[str]:
-    """Names in /dev/shm."""
-    return frozenset(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else frozenset()

@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
         plan = replace(plan, log_dir=folder)
         _announce(plan)
         begin = time.monotonic()
-        before = checks.shared_memory_files()
+        # A name of this run's own, so that other jobs' files are not taken for what it left.
+        prefix = f"xmoe-regress-{os.getpid()}-"
         pids: list[int] = []
         try:
             reports = run_ranks(
@@ -45,10 +46,16 @@ def run(args: argparse.Namespace) -> int:
                 silence_s=plan.step_timeout_s,
                 on_report=report.Progress(plan.ep_size),
                 on_start=pids.append,
+                environ={"XSD_SHM_PREFIX": prefix, "XSD_SHM_DIR": checks.SHARED_MEMORY},
             )
         except RanksFailed as error:
             print(f"xmoe regress: {error}", file=sys.stderr)
             _print_logs(folder)
+            verdicts = [checks.Verdict("ranks", "", False, str(error))]
+            verdicts += [checks.check_logs(folder), checks.check_released(prefix, pids)]
+            if args.json:
+                wall_s = time.monotonic() - begin
+                report.write_json(report.to_json(plan, [], verdicts, wall_s), args.json)
             return 1
         verdicts = checks.check_outputs(plan, reports)
         stored = StoredExperts(plan.model_dir)
@@ -56,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         verdicts += checks.check_reference(captures, stored)
         verdicts += checks.check_memory(plan, reports, stored.total_bytes)
         verdicts.append(checks.check_logs(folder))
-        verdicts.append(checks.check_released(before, pids))
+        verdicts.append(checks.check_released(prefix, pids))
         document = report.to_json(plan, reports, verdicts, time.monotonic() - begin)
     if args.json:
         report.write_json(document, args.json)

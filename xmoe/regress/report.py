@@ -22,14 +22,14 @@ def to_json(
     """Everything a script needs: what ran, on what, what came out, every verdict."""
     return {
         "command": "regress",
-        "device": reports[0].identity,
+        "device": reports[0].identity if reports else "not known: the ranks failed",
         "passed": all(verdict.passed for verdict in verdicts),
         "model": plan.model_dir,
         "ep_size": plan.ep_size,
         "rounds": plan.rounds,
         "requests": list(plan.requests),
         "fence": plan.fence.value,
-        "decision": {path: decision for path, decision in reports[0].decisions.items()},
+        "decision": reports[0].decisions if reports else {},
         "outputs": {
             path.value: [
                 [
@@ -39,6 +39,7 @@ def to_json(
                 for number in range(plan.rounds)
             ]
             for path in plan.paths
+            if reports
         },
         "verdicts": [vars(verdict) for verdict in verdicts],
         "ranks": [
