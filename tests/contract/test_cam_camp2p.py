@@ -178,6 +178,8 @@ def aborted(rank: int, _: Any, folder: str) -> tuple[int, str]:
             one.soft.abort(group, reason=7)
             return one.soft.abort_state(group), ""
         ops.a2e(t, group, None, 4, stream=stream)
+        while one.soft.free_cores(0)[0] == 48:  # queued is not yet spinning
+            pass
         one.mark("spinning")
         with pytest.raises(AclError) as caught:
             one.sync(stream)
