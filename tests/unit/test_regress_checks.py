@@ -45,6 +45,7 @@ def _reports(plan: Plan) -> list[RankReport]:
             outputs={"fused_moe": [[("579", [5, 7, 9])] * plan.waves for _ in range(plan.rounds)]},
             expert_bytes_read=500,
             expert_bytes_held=500,
+            expert_bytes_once=500,
             decisions={"fused_moe": {}},
         )
         for rank in range(plan.ep_size)
@@ -161,6 +162,10 @@ def test_memory_check_wants_one_share() -> None:
     (good,) = checks.check_memory(plan, _reports(plan), 1000)
     (bad,) = checks.check_memory(plan, _reports(plan), 500)
     assert (good.passed, bad.passed) == (True, False)
+    twice = _reports(plan)
+    twice[1].expert_bytes_held = 1000
+    (held_twice,) = checks.check_memory(plan, twice, 1000)
+    assert not held_twice.passed and "NOT each weight once" in held_twice.detail
 
 
 @pytest.mark.parametrize(

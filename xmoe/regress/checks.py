@@ -113,13 +113,15 @@ def check_memory(plan: Plan, reports: Sequence[RankReport], expert_bytes: int) -
     """
     share = expert_bytes / plan.ep_size
     read = max(report.expert_bytes_read for report in reports)
+    once = all(report.expert_bytes_held == report.expert_bytes_once for report in reports)
     return [
         Verdict(
             "expert bytes",
             "",
-            abs(read - share) <= 0.01 * share,
+            abs(read - share) <= 0.01 * share and once,
             f"read {read:,} B a rank = {read / expert_bytes:.4f} of {expert_bytes:,} B (1/EP = "
-            f"{1 / plan.ep_size:.4f}); held {max(r.expert_bytes_held for r in reports):,} B a rank",
+            f"{1 / plan.ep_size:.4f}); held {max(r.expert_bytes_held for r in reports):,} B a rank, "
+            f"{'each weight once' if once else 'NOT each weight once'}",
         )
     ]
 

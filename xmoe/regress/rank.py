@@ -14,6 +14,7 @@ import torch
 
 from xmoe.config import XmoeConfig
 from xmoe.errors import ConfigError
+from xmoe.layout import routed_weight_bytes_per_rank
 from xmoe.models.qwen3_5.config import read_config
 from xmoe.models.qwen3_5.engine_transformers import LoadedModel, load_model
 from xmoe.models.qwen3_5.greedy import GreedySession
@@ -50,6 +51,8 @@ class RankReport:
     expert_bytes_read: int = 0
     other_bytes_read: int = 0
     expert_bytes_held: int = 0
+    expert_bytes_once: int = 0
+    """What this rank's experts take when each weight is stored once, in the sizes that run."""
     rss_peak_bytes: int = 0
     rss_load_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -145,6 +148,7 @@ def run_rank(context: RankContext, plan: Plan) -> RankReport:
         expert_bytes_read=loaded.bytes_read.experts,
         other_bytes_read=loaded.bytes_read.others,
         expert_bytes_held=sum(_bytes(layer.weights) for layer in layers),
+        expert_bytes_once=routed_weight_bytes_per_rank(loaded.shape, context.size, len(layers)),
         rss_load_bytes=_rss() - before,
         captures=state.captures,
     )
