@@ -120,7 +120,7 @@ def check_memory(plan: Plan, reports: Sequence[RankReport], expert_bytes: int) -
             "",
             abs(read - share) <= 0.01 * share and once,
             f"read {read:,} B a rank = {read / expert_bytes:.4f} of {expert_bytes:,} B (1/EP = "
-            f"{1 / plan.ep_size:.4f}); held {max(r.expert_bytes_held for r in reports):,} B a rank, "
+            f"{1 / plan.ep_size:.4f}); held {max(r.expert_bytes_held for r in reports):,} B, "
             f"{'each weight once' if once else 'NOT each weight once'}",
         )
     ]
