@@ -184,8 +184,12 @@ def test_a_skipped_step_is_found_at_the_next_one() -> None:
 
 
 def test_single_rank_without_group_takes_the_split_path() -> None:
-    with MoeRunner.create(SHAPE, XmoeConfig.from_mapping({"mode": "auto"})) as runner:
-        assert runner.decision.path is Path.FUSED_MOE
-        gate_up, down = _weights()
-        batch = _batch(0, 5)
-        _check(runner.layer(ExpertWeights(gate_up, down), 0)(*batch), batch)
+    def alone(context: RankContext) -> Path:
+        with MoeRunner.create(SHAPE, XmoeConfig.from_mapping({"mode": "auto"})) as runner:
+            gate_up, down = _weights()
+            batch = _batch(0, 5)
+            _check(runner.layer(ExpertWeights(gate_up, down), 0)(*batch), batch)
+            return runner.decision.path
+
+    # In a process of its own: the probe loads libraries, which later tests' ranks must not inherit.
+    assert run_ranks(alone, 1) == [Path.FUSED_MOE]
