@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Attention loop: one or two stages through all layers, by the order that the sheet of edges
-allows.
+"""The Attention loop: one or two stages through all layers, by the order that the edges allow.
 
 An item of stage s and layer l is R_s(l-1), A_s(l), S_s(l): receive the previous layer's result,
 attention, send. Issue orders:
