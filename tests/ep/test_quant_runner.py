@@ -192,9 +192,13 @@ def test_weights_of_another_kind_than_the_shape_are_refused() -> None:
 
 
 def test_single_rank_takes_the_split_path() -> None:
-    batch = Batch.random(3, TOPK, EXPERTS, HIDDEN, 5)
-    batch.x[1] = 0
-    with MoeRunner.create(shape_of("w8a8"), XmoeConfig.from_mapping({"mode": "auto"})) as runner:
-        assert runner.decision.path is Path.FUSED_MOE
-        output = runner.layer(all_experts("w8a8"), 0)(*tensors(batch))
-    assert not output[1].any() and output[0].any()
+    def alone(context: RankContext) -> tuple[Path, list[bool]]:
+        batch = Batch.random(3, TOPK, EXPERTS, HIDDEN, 5)
+        batch.x[1] = 0
+        config = XmoeConfig.from_mapping({"mode": "auto"})
+        with MoeRunner.create(shape_of("w8a8"), config) as runner:
+            output = runner.layer(all_experts("w8a8"), 0)(*tensors(batch))
+            return runner.decision.path, [bool(row.any()) for row in output[:2]]
+
+    # In a process of its own: the probe loads libraries, which later tests' ranks must not inherit.
+    assert run_ranks(alone, 1) == [(Path.FUSED_MOE, [True, False])]
