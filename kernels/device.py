@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Devices, streams and events as the layers above see them.
 
-    HostDevice    CPU tensors; streams and events of the ACL runtime that was found (vendor's or
-                  software) InlineDevice  CPU tensors, no library: work is done when the call
-                  returns (mode "off")
+    HostDevice    CPU tensors; streams and events of an ACL runtime whose devices share host memory
+    InlineDevice  CPU tensors, no library: work is done when the call returns (mode "off")
 
-An adaptor for torch_npu tensors has the same surface. No product code asks which one it has.
+An adaptor for torch_npu tensors has the same surface. Which one is made follows from where a
+model's tensors are.
 """
 
 from __future__ import annotations

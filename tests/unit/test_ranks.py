@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -93,6 +94,20 @@ def test_ranks_die_with_a_killed_parent() -> None:
     while not all(_gone(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert all(_gone(pid) for pid in pids)
+
+
+def test_a_rank_that_crashes_after_its_result_is_a_failure() -> None:
+    def late(context: RankContext) -> int:
+        def crash() -> None:
+            time.sleep(0.3)
+            os._exit(3)
+
+        if context.rank == 1:
+            threading.Thread(target=crash).start()  # the interpreter waits for it
+        return context.rank
+
+    with pytest.raises(RanksFailed, match=r"rank 1 \[PeerLost\].*exit code 3"):
+        run_ranks(late, 2)
 
 
 def test_size_must_be_positive() -> None:
