@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from support.hardware import missing_device
@@ -32,7 +34,17 @@ def test_case(name: str, results: dict[str, Result]) -> None:
     assert result.verdict is Verdict.PASS, f"{result.device}: {result.evidence}"
 
 
-@pytest.mark.parametrize("ranks", [8, 16])
+def test_all_cases_on_npu_tensors() -> None:
+    if missing := missing_device(2):
+        pytest.skip(missing)
+    if importlib.util.find_spec("torch_npu") is None:
+        pytest.skip("torch_npu is not installed; pip install '.[npu]'")
+    found = run_cases(all_cases(), identify("cann"), "cann", ranks=2, tensors="npu")
+    bad = [f"{r.name}: {r.evidence}" for r in found if r.verdict is Verdict.FAIL]
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 16])
 def test_group_cases_at_size(ranks: int) -> None:
     if missing := missing_device(ranks):
         pytest.skip(missing)

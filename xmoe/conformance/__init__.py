@@ -29,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks for the cases that need a group: 2, 4, 8, 16 or 32 (default 2)",
     )
     parser.add_argument("--device", choices=("auto", "soft", "cann"), help="instead of XMOE_DEVICE")
+    parser.add_argument(
+        "--tensors",
+        choices=("acl", "npu"),
+        default="acl",
+        help="whose memory and streams the cases use: ACL's own (default), or torch_npu's",
+    )
     parser.add_argument("--list", action="store_true", help="print names and meanings, run nothing")
     parser.add_argument(
         "--only",

@@ -27,8 +27,8 @@ MAX_ROWS, TOPK_MAX, HIDDEN = 64, 4, 1024
 class GroupSession(Session):
     """A rank of the group, with two communicators: one for collectives, one for the operator."""
 
-    def __init__(self, device: str | None, context: RankContext) -> None:
-        super().__init__(device, context.rank)
+    def __init__(self, device: str | None, context: RankContext, tensors: str = "acl") -> None:
+        super().__init__(device, context.rank, tensors)
         self.rank, self.size = context.rank, context.size
         self._context = context
         self._store: Any = None

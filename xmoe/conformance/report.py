@@ -18,12 +18,15 @@ _COLOURS = {Verdict.PASS: "green", Verdict.FAIL: "red", Verdict.SKIP: "yellow"}
 _PLAIN_WIDTH = 200
 
 
-def document(device: str, ranks: int, results: Sequence[Result], seconds: float) -> dict[str, Any]:
+def document(
+    device: str, tensors: str, ranks: int, results: Sequence[Result], seconds: float
+) -> dict[str, Any]:
     """Everything a script needs."""
     counts = Counter(result.verdict.value for result in results)
     return {
         "command": "conformance",
         "device": device,
+        "tensors": tensors,
         "note": NOTE if device == SOFTWARE else "",
         "ranks": ranks,
         "passed": counts["fail"] == 0,
@@ -83,7 +86,7 @@ def print_table(found: dict[str, Any]) -> None:
     counts = found["counts"]
     console.print(
         f"{counts['pass']} passed, {counts['fail']} failed, {counts['skip']} skipped on "
-        f"{found['device']} with {found['ranks']} ranks in {found['seconds']} s"
+        f"{found['device']} with {found['ranks']} ranks and {found['tensors']} tensors in {found['seconds']} s"
     )
     if found["note"]:
         console.print(found["note"])

@@ -36,9 +36,16 @@ def command(args: argparse.Namespace) -> int:
     begin = time.monotonic()
     device = identify(args.device, args.deadline)
     results = run_cases(
-        cases, device, args.device, args.ep, args.deadline, args.skip_harmful, report.progress()
+        cases,
+        device,
+        args.device,
+        args.ep,
+        args.deadline,
+        args.skip_harmful,
+        report.progress(),
+        args.tensors,
     )
-    document = report.document(device, args.ep, results, time.monotonic() - begin)
+    document = report.document(device, args.tensors, args.ep, results, time.monotonic() - begin)
     if args.json:
         report.write_json(document, args.json)
     if args.json != "-":
@@ -93,6 +100,7 @@ def run_cases(
     deadline_s: float = 60.0,
     skip_harmful: bool = False,
     on_result: Callable[[Result], None] = lambda result: None,
+    tensors: str = "acl",
 ) -> list[Result]:
     """Run the cases and return their results in the same order. Never raises for a case."""
     results: dict[str, Result] = {}
@@ -104,7 +112,8 @@ def run_cases(
     for together in (False, True):
         todo = [c for c in cases if c.ranks == together and not c.harmful]
         while todo:
-            done = _run_batch(todo, label, device, ranks if together else 1, deadline_s)
+            size = ranks if together else 1
+            done = _run_batch(todo, label, device, size, deadline_s, tensors)
             for result in done:
                 keep(result)
             todo = todo[len(done) :]
@@ -112,7 +121,8 @@ def run_cases(
         if skip_harmful:
             keep(Result(one.name, label, Verdict.SKIP, "left out by --skip-harmful", 0.0))
         else:
-            keep(_run_batch([one], label, device, ranks if one.ranks else 1, deadline_s)[0])
+            size = ranks if one.ranks else 1
+            keep(_run_batch([one], label, device, size, deadline_s, tensors)[0])
     return [results[c.name] for c in cases]
 
 
@@ -133,14 +143,19 @@ class _Progress:
 
 
 def _run_batch(
-    cases: Sequence[Case], label: str, device: str | None, size: int, deadline_s: float
+    cases: Sequence[Case],
+    label: str,
+    device: str | None,
+    size: int,
+    deadline_s: float,
+    tensors: str,
 ) -> list[Result]:
     """Results of the first cases of the list, at least one."""
     seen = _Progress(size)
     error: RanksFailed | None = None
     names = [one.name for one in cases]
     try:
-        run_ranks(_rank, size, device, names, silence_s=deadline_s, on_report=seen)
+        run_ranks(_rank, size, device, names, tensors, silence_s=deadline_s, on_report=seen)
     except RanksFailed as caught:
         error = caught
     results = []
@@ -190,7 +205,7 @@ class _Ended(XmoeError):
     """Ends a rank after a case that failed: what it left behind is not to be trusted."""
 
 
-def _rank(context: RankContext, device: str | None, names: Sequence[str]) -> None:
+def _rank(context: RankContext, device: str | None, names: Sequence[str], tensors: str) -> None:
     """One rank's part: the cases in order, until one fails."""
     by_name = {one.name: one for one in all_cases()}
     session: Any = None
@@ -199,7 +214,7 @@ def _rank(context: RankContext, device: str | None, names: Sequence[str]) -> Non
         context.report("begin", number=number, name=name)
         begin = time.perf_counter()
         if session is None:
-            session = _session(context, device, one.ranks)
+            session = _session(context, device, one.ranks, tensors)
         verdict, text = attempt(one, session)
         seconds = time.perf_counter() - begin
         context.report("end", number=number, verdict=verdict.value, text=text, seconds=seconds)
@@ -209,14 +224,14 @@ def _rank(context: RankContext, device: str | None, names: Sequence[str]) -> Non
         session.close()
 
 
-def _session(context: RankContext, device: str | None, together: bool) -> Any:
+def _session(context: RankContext, device: str | None, together: bool, tensors: str) -> Any:
     if together:
         from xmoe.conformance.cases_group import GroupSession
 
-        return GroupSession(device, context)
+        return GroupSession(device, context, tensors)
     from xmoe.conformance.session import Session
 
-    return Session(device, context.rank)
+    return Session(device, context.rank, tensors)
 
 
 def attempt(one: Case, session: Any) -> tuple[Verdict, str]:

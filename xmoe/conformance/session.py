@@ -25,6 +25,7 @@ from xmoe.kernels.acl.toolkit import find_toolkit
 
 if TYPE_CHECKING:
     from xmoe.kernels.acl.loader import Runtime
+    from xmoe.kernels.npu_device import NpuDevice
 
 Array = npt.NDArray[Any]
 TIMEOUT_S = 20.0
@@ -35,7 +36,7 @@ _BLOCKING = 1
 class Session:
     """The device bound to the calling thread. Objects made through it are closed with it."""
 
-    def __init__(self, device: str | None, index: int = 0) -> None:
+    def __init__(self, device: str | None, index: int = 0, tensors: str = "acl") -> None:
         self.runtime: Runtime = load(find_toolkit(device))
         self.ffi = self.runtime.ffi
         self.index = index
@@ -44,6 +45,11 @@ class Session:
             check(self.runtime, code, "aclInit")
         self.text()
         check(self.runtime, self.runtime.acl.aclrtSetDevice(index), "aclrtSetDevice")
+        self._npu: NpuDevice | None = None
+        if tensors == "npu":
+            from xmoe.kernels.npu_device import NpuDevice
+
+            self._npu = NpuDevice(index, self.runtime)
         self._lasting = contextlib.ExitStack()
         self.stack = self._lasting
 
@@ -94,13 +100,27 @@ class Session:
         return recent_text(self.runtime)
 
     def stream(self) -> AclStream:
-        return self.stack.enter_context(AclStream(self.runtime))
+        return self.stack.enter_context(self._stream())
+
+    def _stream(self) -> AclStream:
+        if self._npu is None:
+            return AclStream(self.runtime)
+        from xmoe.conformance.npu_objects import NpuStream
+
+        return NpuStream(self._npu)
 
     def event(self) -> AclEvent:
         return self.stack.enter_context(AclEvent(self.runtime))
 
     def memory(self, nbytes: int) -> DeviceMemory:
-        return self.stack.enter_context(DeviceMemory(self.runtime, nbytes))
+        return self.stack.enter_context(self._memory(nbytes))
+
+    def _memory(self, nbytes: int) -> DeviceMemory:
+        if self._npu is None:
+            return DeviceMemory(self.runtime, nbytes)
+        from xmoe.conformance.npu_objects import NpuMemory
+
+        return NpuMemory(self._npu, nbytes)
 
     def array(self, values: Array) -> DeviceMemory:
         """A copy of a host array in device memory of its own."""
