@@ -86,7 +86,8 @@ def print_table(found: dict[str, Any]) -> None:
     counts = found["counts"]
     console.print(
         f"{counts['pass']} passed, {counts['fail']} failed, {counts['skip']} skipped on "
-        f"{found['device']} with {found['ranks']} ranks and {found['tensors']} tensors in {found['seconds']} s"
+        f"{found['device']} with {found['ranks']} ranks and {found['tensors']} tensors "
+        f"in {found['seconds']} s"
     )
     if found["note"]:
         console.print(found["note"])
