@@ -114,7 +114,7 @@ static size_t xm_loaded_objects(char* names, size_t names_size) {
 def sources() -> tuple[str, str]:
     """(declarations for cffi, C source) of the native module."""
     prototypes = _load("prototypes")
-    variants = _load("variants")
+    variants, op_lists = _load("variants"), _load("op_lists")
     types = (HERE / "decl" / "types.h").read_text()
     wrappers = [
         prototypes.wrapper(symbol, proto) for symbol, proto in prototypes.read_groups(HERE / "decl")
@@ -132,33 +132,38 @@ def sources() -> tuple[str, str]:
     shared, calls = (plan / "plan_types.h").read_text(), (plan / "plan_calls.h").read_text()
     declarations = types + HELPERS_DECL + "\n".join(d for d, _ in wrappers) + shared + calls
     source = HELPERS + types + "\n".join(d for _, d in wrappers) + shared
-    return declarations, source + (plan / "plan.c").read_text() + plan_table(variants)
+    return declarations, source + (plan / "plan.c").read_text() + plan_table(variants, op_lists)
 
 
-def plan_table(variants: ModuleType) -> str:
-    """Phase one over a plan's slots, one C function and one table row per variant."""
-    members = {"i64": "i", "F": "f"}
+def plan_table(variants: ModuleType, op_lists: ModuleType) -> str:
+    """Phase one over a plan's slots, one C function and one table row per argument list."""
+    members = {"i64": "i", "i": "i", "F": "f", "d": "d"}
+    ends = {"W": "size", "X": "executor"}
+    lists = [
+        (v.id, v.signature, [(p.kind, variants.CTYPES[p.kind]) for p in v.params])
+        for v in variants.VARIANTS.values()
+    ]
+    tail = [(kind, variants.CTYPES[kind]) for kind in ends]
+    lists += [
+        (name, letters, [(letter, op_lists.CTYPES[letter]) for letter in letters] + tail)
+        for name, letters in op_lists.OPERATORS.items()
+    ]
     functions, rows = [], []
-    for variant in variants.VARIANTS.values():
-        types = ", ".join(variants.CTYPES[p.kind] for p in variant.params)
+    for name, signature, params in lists:
         values = [
-            "size" if p.kind == "W"
-            else "executor" if p.kind == "X"
-            else f"({variants.CTYPES[p.kind]})slot[{i}].{members.get(p.kind, 'p')}"
-            for i, p in enumerate(variant.params)
-        ]  # fmt: skip
+            ends.get(kind) or f"({ctype})slot[{i}].{members.get(kind, 'p')}"
+            for i, (kind, ctype) in enumerate(params)
+        ]
         functions.append(
-            f"static aclnnStatus xm_phase_one__{variant.id}(const xm_slot* slot, void* fn, "
+            f"static aclnnStatus xm_phase_one__{name}(const xm_slot* slot, void* fn, "
             f"uint64_t* size, aclOpExecutor** executor) {{\n"
-            f"  return ((aclnnStatus (*)({types}))fn)({', '.join(values)});\n}}\n"
+            f"  return ((aclnnStatus (*)({', '.join(ctype for _, ctype in params)}))fn)"
+            f"({', '.join(values)});\n}}\n"
         )
-        rows.append(
-            f'  {{"{variant.id}", "{variant.signature}", {len(variant.params)}, '
-            f"xm_phase_one__{variant.id}}},\n"
-        )
+        rows.append(f'  {{"{name}", "{signature}", {len(params)}, xm_phase_one__{name}}},\n')
     return (
-        f"{''.join(functions)}static const xm_variant* xm_all_variants(void) {{\n"
-        f"  static const xm_variant all[] = {{\n{''.join(rows)}  {{0}}}};\n  return all;\n}}\n"
+        f"{''.join(functions)}static const xm_list* xm_all_lists(void) {{\n"
+        f"  static const xm_list all[] = {{\n{''.join(rows)}  {{0}}}};\n  return all;\n}}\n"
     )
 
 
@@ -177,7 +182,7 @@ def build_in_place() -> Path:
     """Compile next to the sources when an input is newer than the module; return its path."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     target = HERE / f"_native{suffix}"
-    inputs = [HERE / f for f in ("build.py", "prototypes.py", "variants.py")]
+    inputs = [HERE / f for f in ("build.py", "prototypes.py", "variants.py", "op_lists.py")]
     inputs += sorted([*(HERE / "decl").glob("*.h"), *(HERE / "native").iterdir()])
     newest = max(f.stat().st_mtime for f in inputs)
     if not target.exists() or target.stat().st_mtime < newest:

@@ -17,36 +17,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xmoe.errors import ConfigError, LibraryError
+from xmoe.errors import ConfigError
 from xmoe.kernels.acl.dtypes import BITS, dtype_code, format_code
 from xmoe.kernels.acl.handles import DATA_ALIGNMENT_BYTES
-from xmoe.kernels.acl.op import LAUNCH_CALL, WORKSPACE_CALL, check_arguments, convert
-from xmoe.kernels.acl.status import check, make_error
+from xmoe.kernels.acl.native_plan import SECOND, TOKENS, NativePlan, StepTensor, function_table
+from xmoe.kernels.acl.op import LAUNCH_CALL, check_arguments, convert
+from xmoe.kernels.acl.status import check
 
 if TYPE_CHECKING:
-    from xmoe.kernels.acl.loader import Functions, Runtime
+    from xmoe.kernels.acl.loader import Runtime
     from xmoe.kernels.acl.vendor import MegaMoeSymbols
 
-STEP_TENSORS = {
-    "x": "bfloat16",
-    "topkIds": "int32",
-    "topkWeights": "float32",
-    "xActiveMaskOptional": "int8",
-    "yOut": "bfloat16",
-    "expertTokenNumsOut": "int32",
-}
-"""Parameters that change with every step, in the order of the native plan, and their types."""
-
-_CALLS = (
-    "aclCreateTensor",
-    "aclCreateTensorList",
-    "aclDestroyTensor or aclDestroyTensorList",
-    "aclSetRawTensorAddr, aclSetInputTensorAddr or aclSetOutputTensorAddr",
-    WORKSPACE_CALL,
-    LAUNCH_CALL,
-    "aclDestroyAclOpExecutor",
+STEP_TENSORS = (
+    "x",
+    "topkIds",
+    "topkWeights",
+    "xActiveMaskOptional",
+    "yOut",
+    "expertTokenNumsOut",
 )
-_COUNTERS = ("descriptors", "phase_one", "launches", "reused", "evicted")
+"""Parameters that change with every step, in the order in which a step gives them."""
+
 _MAX_MEMBERS = 4096
 
 
@@ -88,7 +79,23 @@ class Packed:
         return items * BITS[dtype_code(self.dtype)] // 8
 
 
-class LaunchPlan:
+def _step_tensors(hidden: int, local_experts: int) -> tuple[StepTensor, ...]:
+    """In every variant known the inner operator's first four inputs are context, x, ids, weights,
+    and its outputs are y and counts. The mask stands behind optional lists: no index is certain for
+    it, so launches with a mask never reuse an executor."""
+    rows, pairs = (TOKENS, hidden), (TOKENS, SECOND)
+    x, ids, weights, mask, y, counts = STEP_TENSORS
+    return (
+        StepTensor(x, "bfloat16", rows, executor_index=1),
+        StepTensor(ids, "int32", pairs, executor_index=2),
+        StepTensor(weights, "float32", pairs, executor_index=3),
+        StepTensor(mask, "int8", (TOKENS,), optional=True),
+        StepTensor(y, "bfloat16", rows, is_output=True, executor_index=0),
+        StepTensor(counts, "int32", (local_experts,), is_output=True, executor_index=1),
+    )
+
+
+class LaunchPlan(NativePlan):
     """See the module's text. Steps of one plan exclude each other; any thread may make them, with
     the device bound.
 
@@ -119,27 +126,19 @@ class LaunchPlan:
         variant = symbols.require_variant()
         self.symbols = symbols
         self._runtime = runtime
-        self._lib = lib = runtime.native.lib
-        self._step = lib.xm_plan_step
         self._keep = contextlib.ExitStack()
-        ffi_null = runtime.ffi.NULL
         check_arguments(variant, {**constants, **dict.fromkeys(STEP_TENSORS)})
-        compiled = lib.xm_plan_signature(variant.id.encode())
-        if compiled == ffi_null or runtime.ffi.string(compiled).decode() != variant.signature:
-            raise LibraryError(
-                f"the native module was compiled from another argument list of ABI variant "
-                f"{variant.id} than variants.py has now; allowed: the same one; run "
-                f"kernels/acl/build.py, or install xmoe again"
-            )
-        types = [dtype_code(name) for name in STEP_TENSORS.values()]
-        functions = _functions(runtime, symbols)
-        made = lib.xm_plan_new(
-            variant.id.encode(), functions, reuse_executor, hidden, local_experts, types
+        super().__init__(
+            runtime.native,
+            variant.id,
+            variant.signature,
+            _functions(runtime, symbols),
+            _step_tensors(hidden, local_experts),
+            LAUNCH_CALL,
+            lambda status, call: check(runtime, status, call),
+            reuse_executor=reuse_executor,
         )
-        if made == ffi_null:
-            raise MemoryError("a launch plan could not be allocated")
-        # A thread may still be on its way into a plan that another closes.
-        self._native = runtime.ffi.gc(made, lib.xm_plan_free)
+        self._step = self._lib.xm_plan_step
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             self._slots: dict[str, int] = {}
@@ -152,7 +151,7 @@ class LaunchPlan:
     def _set(self, slot: int, param: Any, constants: Mapping[str, object]) -> None:
         lib, native = self._lib, self._native
         if param.key in STEP_TENSORS:
-            status = lib.xm_plan_set_step(native, slot, list(STEP_TENSORS).index(param.key))
+            status = lib.xm_plan_set_step(native, slot, STEP_TENSORS.index(param.key))
         elif isinstance(constants[param.key], Packed) and param.kind in ("T", "L"):
             status = self._set_packed(slot, param, constants[param.key])
         else:
@@ -252,11 +251,6 @@ class LaunchPlan:
             self._raise(status)
 
     @property
-    def workspace_bytes(self) -> int:
-        """What the last step needed."""
-        return 0 if self.closed else int(self._lib.xm_plan_need(self._native))
-
-    @property
     def reuses_executor(self) -> bool:
         """Whether op_executors are kept: asked for, possible, and not refused by the vendor."""
         return not self.closed and bool(self._lib.xm_plan_reuses(self._native))
@@ -266,97 +260,20 @@ class LaunchPlan:
         """The vendor's status when it refused to make an op_executor repeatable, else 0."""
         return 0 if self.closed else int(self._lib.xm_plan_reuse_refused(self._native))
 
-    def counters(self) -> dict[str, int]:
-        """What was done so far: descriptors made, phase one asked, launches, launches of a kept
-        op_executor, shapes evicted; and `shapes` held now."""
-        if self.closed:
-            return {}
-        out = self._runtime.ffi.new("uint64_t[]", len(_COUNTERS))
-        self._lib.xm_plan_counters(self._native, out)
-        found = dict(zip(_COUNTERS, list(out), strict=True))
-        return {**found, "shapes": int(self._lib.xm_plan_buckets(self._native))}
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return bool(self._lib.xm_plan_closed(self._native))
-
     def close(self) -> None:
-        """Destroy all descriptors. After the last launch ended. Twice is harmless.
-
-        Raises:
-            AclError: the vendor refuses; the plan counts as closed all the same.
-        """
+        """See NativePlan; what the constants needed goes too. After the last launch ended."""
         with self._keep:
-            status = self._lib.xm_plan_close(self._native)
-            if status:
-                self._raise(status)
-
-    def __enter__(self) -> LaunchPlan:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _raise(self, status: int) -> None:
-        """The error for a native status."""
-        lib, names = self._lib, list(STEP_TENSORS)
-        if status > 0:
-            check(self._runtime, status, _CALLS[lib.xm_plan_failed_call(self._native)])
-        if status == lib.XM_CLOSED:
-            raise ConfigError(
-                "launch plan is closed; allowed: launches before close(); next: make a new one"
-            )
-        if status == lib.XM_NO_EXECUTOR:
-            raise make_error(self._runtime, 561101, WORKSPACE_CALL)
-        if status <= lib.XM_SHARED:
-            first, second = divmod(lib.XM_SHARED - status, 8)
-            raise ConfigError(
-                f"{names[first]} and {names[second]} share memory; allowed: separate tensors; "
-                f"next: clone one of them"
-            )
-        if status <= lib.XM_MISALIGNED:
-            raise ConfigError(
-                f"{names[lib.XM_MISALIGNED - status]} does not start at a multiple of "
-                f"{DATA_ALIGNMENT_BYTES} bytes; allowed: multiples of {DATA_ALIGNMENT_BYTES}; "
-                f"next: copy the slice to memory of its own with .clone()"
-            )
-        if status == lib.XM_MORE_WORKSPACE:
-            raise ConfigError(
-                f"{LAUNCH_CALL} got no workspace; allowed: {self._lib.xm_plan_need(self._native)} "
-                f"bytes of device memory; allocate what is asked for"
-            )
-        raise ConfigError(
-            f"launch plan: the native part answered {status}; allowed: a parameter of ABI variant "
-            f"{self.symbols.require_variant().id}; next: check the key"
-        )
+            super().close()
 
 
 def _functions(runtime: Runtime, symbols: MegaMoeSymbols) -> Any:
-    """Addresses of all calls a plan makes. The last three exist from some CANN on."""
-    nnop, ffi = runtime.nnop, runtime.ffi
-    table = ffi.new("xm_functions*")
-    table.create_tensor = _address(nnop, "aclCreateTensor")
-    table.destroy_tensor = _address(nnop, "aclDestroyTensor")
-    table.create_list = _address(nnop, "aclCreateTensorList")
-    table.destroy_list = _address(nnop, "aclDestroyTensorList")
-    optional = {
-        "set_repeatable": "aclSetAclOpExecutorRepeatable",
-        "destroy_executor": "aclDestroyAclOpExecutor",
-        "set_raw_address": "aclSetRawTensorAddr",
-        "set_input_address": "aclSetInputTensorAddr",
-        "set_output_address": "aclSetOutputTensorAddr",
-    }
-    for field, name in optional.items():
-        setattr(table, field, _address(nnop, name) if nnop.has(name) else ffi.NULL)
-    table.phase_one = ffi.cast("void*", symbols.workspace_addr)
-    table.phase_two = ffi.cast("void*", symbols.launch_addr)
-    return table
+    nnop = runtime.nnop
 
+    def find(name: str) -> Any:
+        # The C function behind a bound call.
+        return getattr(nnop, name).args[0] if nnop.has(name) else runtime.ffi.NULL
 
-def _address(functions: Functions, name: str) -> Any:
-    """The C function behind a bound call."""
-    return getattr(functions, name).args[0]
+    return function_table(runtime.ffi, find, symbols.workspace_addr, symbols.launch_addr)
 
 
 def _check_packed(param: Any, packed: Packed) -> None:

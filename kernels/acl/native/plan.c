@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A launch plan: all arguments of one MegaMoe layer in the order of its ABI variant, with the
-   descriptors of what never changes. A step fills in what does (five small tensors, six with a
-   mask), and makes both vendor calls, in one call from Python.
+/* A launch plan: all arguments of a two-phase operator in the order of its argument list, with the
+   descriptors of what never changes. A step fills in what does (its small tensors, and numbers that
+   follow them), and makes both vendor calls, in one call from Python. One MegaMoe layer has a plan
+   of six step tensors; a connector operator has one for each group it works in.
 
    Buckets hold the small descriptors by shape. Where the library has aclSetRawTensorAddr a step
    moves their addresses; where it has not, it makes those anew whose address changed. With
@@ -27,6 +28,7 @@ typedef union {
   int64_t i;
   const void* p;
   float f;
+  double d;
 } xm_slot;
 
 typedef aclnnStatus (*xm_phase_one_fn)(const xm_slot* slot, void* fn, uint64_t* size,
@@ -36,9 +38,9 @@ typedef struct {
   const char* signature;
   int slots;
   xm_phase_one_fn call;
-} xm_variant;
-/* Generated behind this file: one row per variant, then one without id. */
-static const xm_variant* xm_all_variants(void);
+} xm_list;
+/* Generated behind this file: a row for each argument list, then one without id. */
+static const xm_list* xm_all_lists(void);
 
 typedef struct {
   int in_use, slot, is_list, ndim, storage_ndim;
@@ -50,11 +52,12 @@ typedef struct {
 } xm_packed;
 
 typedef struct {
-  int64_t tokens, topk;
-  int has_mask, in_use;
-  aclTensor* desc[XM_STEP_TENSORS];
-  uintptr_t address[XM_STEP_TENSORS];
-  uint64_t bytes[XM_STEP_TENSORS];
+  int64_t tokens, second;
+  unsigned present; /* a bit for each tensor */
+  int in_use;
+  aclTensor* desc[XM_MAX_TENSORS];
+  uintptr_t address[XM_MAX_TENSORS];
+  uint64_t bytes[XM_MAX_TENSORS];
   uint64_t workspace_bytes, last_use;
   aclOpExecutor* executor; /* repeatable, or NULL */
 } xm_bucket;
@@ -62,13 +65,15 @@ typedef struct {
 struct xm_plan {
   pthread_mutex_t mutex;
   int closed;
-  const xm_variant* variant;
+  const xm_list* list;
   xm_functions fn;
   int reuse, failed_call;
   int32_t reuse_refused;
-  int64_t hidden, counts;
-  int32_t dtype[XM_STEP_TENSORS];
-  int where[XM_STEP_TENSORS]; /* slot of each step tensor */
+  int num_tensors;
+  xm_step_tensor tensor[XM_MAX_TENSORS];
+  int where[XM_MAX_TENSORS];          /* slot of each step tensor */
+  int follows[XM_SLOTS], num_follows; /* slots of numbers that change with the step, and which */
+  int followed[XM_SLOTS];
   xm_slot slot[XM_SLOTS];
   xm_packed packed[XM_SLOTS];
   int num_packed;
@@ -88,21 +93,21 @@ typedef aclnnStatus (*xm_raw_address_fn)(aclTensor*, void*);
 typedef aclnnStatus (*xm_address_fn)(aclOpExecutor*, size_t, aclTensor*, void*);
 typedef aclnnStatus (*xm_phase_two_fn)(void*, uint64_t, aclOpExecutor*, aclrtStream);
 
-static const xm_variant* xm_find_variant(const char* id) {
-  for (const xm_variant* v = xm_all_variants(); v->id != NULL; ++v) {
-    if (strcmp(v->id, id) == 0) return v;
+static const xm_list* xm_find_list(const char* id) {
+  for (const xm_list* l = xm_all_lists(); l->id != NULL; ++l) {
+    if (strcmp(l->id, id) == 0) return l;
   }
   return NULL;
 }
 
-static const char* xm_plan_signature(const char* variant) {
-  const xm_variant* found = xm_find_variant(variant);
+static const char* xm_plan_signature(const char* list) {
+  const xm_list* found = xm_find_list(list);
   return found == NULL ? NULL : found->signature;
 }
 
-static xm_plan* xm_plan_new(const char* variant, const xm_functions* functions, int reuse,
-                            int64_t hidden, int64_t counts, const int32_t* dtypes) {
-  const xm_variant* found = xm_find_variant(variant);
+static xm_plan* xm_plan_new(const char* list, const xm_functions* functions, int reuse,
+                            int tensors, const xm_step_tensor* tensor) {
+  const xm_list* found = tensors < 0 || tensors > XM_MAX_TENSORS ? NULL : xm_find_list(list);
   xm_plan* plan = found == NULL ? NULL : calloc(1, sizeof *plan);
   if (plan == NULL) return NULL;
   /* Recursive: a thread that was interrupted while it held the plan can still close it. */
@@ -111,15 +116,14 @@ static xm_plan* xm_plan_new(const char* variant, const xm_functions* functions, 
   pthread_mutexattr_settype(&kind, PTHREAD_MUTEX_RECURSIVE);
   pthread_mutex_init(&plan->mutex, &kind);
   pthread_mutexattr_destroy(&kind);
-  plan->variant = found;
+  plan->list = found;
   plan->fn = *functions;
   plan->reuse = reuse && functions->set_input_address != NULL &&
                 functions->set_output_address != NULL && functions->set_repeatable != NULL &&
                 functions->destroy_executor != NULL;
-  plan->hidden = hidden;
-  plan->counts = counts;
-  memcpy(plan->dtype, dtypes, sizeof plan->dtype);
-  for (int i = 0; i < XM_STEP_TENSORS; ++i) plan->where[i] = -1;
+  plan->num_tensors = tensors;
+  memcpy(plan->tensor, tensor, (size_t)tensors * sizeof *tensor);
+  for (int i = 0; i < XM_MAX_TENSORS; ++i) plan->where[i] = -1;
   return plan;
 }
 
@@ -168,7 +172,7 @@ static int32_t xm_abandon(xm_plan* plan) {
 
 static int32_t xm_empty_bucket(xm_plan* plan, xm_bucket* bucket) {
   int32_t result = xm_drop_executor(plan, bucket->executor, 1);
-  for (int i = 0; i < XM_STEP_TENSORS; ++i) {
+  for (int i = 0; i < plan->num_tensors; ++i) {
     const int32_t status = xm_destroy(plan, plan->fn.destroy_tensor, bucket->desc[i]);
     if (status != XM_DONE) result = status;
   }
@@ -212,7 +216,7 @@ static void xm_plan_free(xm_plan* plan) {
 }
 
 static int xm_bad_slot(const xm_plan* plan, int slot) {
-  return slot < 0 || slot >= plan->variant->slots;
+  return slot < 0 || slot >= plan->list->slots;
 }
 
 static int32_t xm_plan_set_int(xm_plan* plan, int slot, int64_t value) {
@@ -227,6 +231,12 @@ static int32_t xm_plan_set_float(xm_plan* plan, int slot, float value) {
   return XM_DONE;
 }
 
+static int32_t xm_plan_set_double(xm_plan* plan, int slot, double value) {
+  if (xm_bad_slot(plan, slot)) return XM_BAD_SLOT;
+  plan->slot[slot].d = value;
+  return XM_DONE;
+}
+
 static int32_t xm_plan_set_pointer(xm_plan* plan, int slot, const void* value) {
   if (xm_bad_slot(plan, slot)) return XM_BAD_SLOT;
   plan->slot[slot].p = value;
@@ -234,8 +244,16 @@ static int32_t xm_plan_set_pointer(xm_plan* plan, int slot, const void* value) {
 }
 
 static int32_t xm_plan_set_step(xm_plan* plan, int slot, int tensor) {
-  if (xm_bad_slot(plan, slot) || tensor < 0 || tensor >= XM_STEP_TENSORS) return XM_BAD_SLOT;
+  if (xm_bad_slot(plan, slot) || tensor < 0 || tensor >= plan->num_tensors) return XM_BAD_SLOT;
   plan->where[tensor] = slot;
+  return XM_DONE;
+}
+
+/* The slot holds a number that comes with each step: XM_TOKENS, XM_SECOND or XM_NUMBER. */
+static int32_t xm_plan_set_follow(xm_plan* plan, int slot, int which) {
+  if (xm_bad_slot(plan, slot) || plan->num_follows == XM_SLOTS) return XM_BAD_SLOT;
+  plan->follows[plan->num_follows] = slot;
+  plan->followed[plan->num_follows++] = which;
   return XM_DONE;
 }
 
@@ -342,19 +360,24 @@ static uint64_t xm_item_bytes(int32_t dtype) {
   }
 }
 
-/* Shape of a step tensor; returns the number of dimensions. */
-static int xm_step_shape(const xm_plan* plan, const xm_bucket* b, int tensor, int64_t* dims) {
-  dims[0] = tensor == XM_COUNTS ? plan->counts : b->tokens;
-  dims[1] = tensor == XM_X || tensor == XM_Y ? plan->hidden : b->topk;
-  return tensor == XM_MASK || tensor == XM_COUNTS ? 1 : 2;
+static int64_t xm_size(const xm_bucket* b, int64_t size) {
+  return size == XM_TOKENS ? b->tokens : size == XM_SECOND ? b->second : size;
 }
 
-static int32_t xm_find_bucket(xm_plan* plan, int64_t tokens, int64_t topk, int has_mask,
+/* Shape of a step tensor; returns the number of dimensions. */
+static int xm_step_shape(const xm_plan* plan, const xm_bucket* b, int tensor, int64_t* dims) {
+  const xm_step_tensor* t = &plan->tensor[tensor];
+  dims[0] = xm_size(b, t->dims[0]);
+  dims[1] = xm_size(b, t->dims[1]);
+  return t->ndim;
+}
+
+static int32_t xm_find_bucket(xm_plan* plan, int64_t tokens, int64_t second, unsigned present,
                               xm_bucket** out) {
   xm_bucket* oldest = &plan->bucket[0];
   for (int i = 0; i < XM_BUCKETS; ++i) {
     xm_bucket* b = &plan->bucket[i];
-    if (b->in_use && b->tokens == tokens && b->topk == topk && b->has_mask == has_mask) {
+    if (b->in_use && b->tokens == tokens && b->second == second && b->present == present) {
       *out = b;
       return XM_DONE;
     }
@@ -367,24 +390,27 @@ static int32_t xm_find_bucket(xm_plan* plan, int64_t tokens, int64_t topk, int h
   }
   oldest->in_use = 1;
   oldest->tokens = tokens;
-  oldest->topk = topk;
-  oldest->has_mask = has_mask;
-  for (int i = 0; i < XM_STEP_TENSORS; ++i) {
+  oldest->second = second;
+  oldest->present = present;
+  for (int i = 0; i < plan->num_tensors; ++i) {
     int64_t dims[2];
     const int ndim = xm_step_shape(plan, oldest, i, dims);
     const int64_t items = dims[0] * (ndim == 2 ? dims[1] : 1);
-    const int absent = i == XM_MASK && !has_mask;
-    oldest->bytes[i] = absent ? 0 : (uint64_t)items * xm_item_bytes(plan->dtype[i]);
+    const int absent = !(present >> i & 1);
+    oldest->bytes[i] = absent ? 0 : (uint64_t)items * xm_item_bytes(plan->tensor[i].dtype);
   }
   *out = oldest;
   return XM_DONE;
 }
 
-/* The operator reads its inputs while it writes its outputs, so no two tensors may share memory. */
-static int32_t xm_check_addresses(const xm_bucket* b, const uintptr_t* address) {
-  for (int i = 0; i < XM_STEP_TENSORS; ++i) {
+/* An operator reads its inputs while it writes its outputs, so no two tensors may share memory but
+   inputs that only this operator reads. */
+static int32_t xm_check_addresses(const xm_plan* plan, const xm_bucket* b,
+                                  const uintptr_t* address) {
+  for (int i = 0; i < plan->num_tensors; ++i) {
     if (address[i] % XM_ALIGNMENT != 0) return XM_MISALIGNED - i;
     for (int j = 0; j < i; ++j) {
+      if (plan->tensor[i].may_share && plan->tensor[j].may_share) continue;
       if (address[i] < address[j] + b->bytes[j] && address[j] < address[i] + b->bytes[i])
         return XM_SHARED - 8 * j - i;
     }
@@ -408,24 +434,28 @@ static int32_t xm_set_descriptor(xm_plan* plan, xm_bucket* b, int i, uintptr_t a
   int64_t dims[2];
   const int ndim = xm_step_shape(plan, b, i, dims);
   const int64_t strides[2] = {ndim == 2 ? dims[1] : 1, 1};
-  b->desc[i] = xm_tensor(plan, ndim, dims, strides, plan->dtype[i], XM_ND, ndim, dims, address);
+  b->desc[i] =
+      xm_tensor(plan, ndim, dims, strides, plan->tensor[i].dtype, XM_ND, ndim, dims, address);
   if (b->desc[i] == NULL) return xm_fail(plan, XM_CALL_TENSOR, XM_STATUS_NULL);
   b->address[i] = address;
   return XM_DONE;
 }
 
-/* In every variant known the inner operator's first four inputs are context, x, ids, weights, and
-   its outputs are y and counts. The mask stands behind optional lists: no index is certain for it,
-   so launches with a mask never reuse an executor. */
+/* Present tensors whose place among an op_executor's inputs or outputs nobody knows. */
+static int xm_unplaced(const xm_plan* plan, const xm_bucket* b) {
+  for (int i = 0; i < plan->num_tensors; ++i) {
+    if ((b->present >> i & 1) && plan->tensor[i].executor_index < 0) return 1;
+  }
+  return 0;
+}
+
 static int32_t xm_move_executor(xm_plan* plan, xm_bucket* b, const uintptr_t* address) {
-  static const struct { int tensor, is_output; size_t index; } moved[] = {
-      {XM_X, 0, 1}, {XM_IDS, 0, 2}, {XM_WEIGHTS, 0, 3}, {XM_Y, 1, 0}, {XM_COUNTS, 1, 1}};
-  for (size_t m = 0; m < sizeof moved / sizeof *moved; ++m) {
-    const int i = moved[m].tensor;
-    if (b->address[i] == address[i]) continue;
-    void* fn = moved[m].is_output ? plan->fn.set_output_address : plan->fn.set_input_address;
-    const aclnnStatus status =
-        ((xm_address_fn)fn)(b->executor, moved[m].index, b->desc[i], (void*)address[i]);
+  for (int i = 0; i < plan->num_tensors; ++i) {
+    if (!(b->present >> i & 1) || b->address[i] == address[i]) continue;
+    const xm_step_tensor* t = &plan->tensor[i];
+    void* fn = t->is_output ? plan->fn.set_output_address : plan->fn.set_input_address;
+    const aclnnStatus status = ((xm_address_fn)fn)(b->executor, (size_t)t->executor_index,
+                                                   b->desc[i], (void*)address[i]);
     if (status != 0) {
       aclOpExecutor* half_moved = b->executor;
       b->executor = NULL;
@@ -438,11 +468,15 @@ static int32_t xm_move_executor(xm_plan* plan, xm_bucket* b, const uintptr_t* ad
   return XM_DONE;
 }
 
-static int32_t xm_prepare(xm_plan* plan, xm_bucket* b, const uintptr_t* address) {
-  for (int i = 0; i < XM_STEP_TENSORS; ++i) {
+static int32_t xm_prepare(xm_plan* plan, xm_bucket* b, const uintptr_t* address, int64_t number) {
+  for (int i = 0; i < plan->num_follows; ++i) {
+    const int which = plan->followed[i];
+    plan->slot[plan->follows[i]].i = which == XM_NUMBER ? number : xm_size(b, which);
+  }
+  for (int i = 0; i < plan->num_tensors; ++i) {
     const int where = plan->where[i];
     if (where < 0) return XM_BAD_SLOT;
-    if (i == XM_MASK && !b->has_mask) {
+    if (!(b->present >> i & 1)) {
       plan->slot[where].p = NULL;
       continue;
     }
@@ -454,13 +488,13 @@ static int32_t xm_prepare(xm_plan* plan, xm_bucket* b, const uintptr_t* address)
   /* The wrapper creates an op_executor only if it finds NULL; anything else it takes for one. */
   aclOpExecutor* executor = NULL;
   plan->counter[XM_COUNT_PHASE_ONE]++;
-  const aclnnStatus status = plan->variant->call(plan->slot, plan->fn.phase_one, &size, &executor);
+  const aclnnStatus status = plan->list->call(plan->slot, plan->fn.phase_one, &size, &executor);
   if (status != 0) return xm_fail(plan, XM_CALL_PHASE_ONE, status);
   if (executor == NULL) return XM_NO_EXECUTOR;
   b->workspace_bytes = size;
   plan->pending = executor;
   plan->pending_bucket = b;
-  if (plan->reuse && !b->has_mask) {
+  if (plan->reuse && !xm_unplaced(plan, b)) {
     const aclnnStatus refused = ((xm_pointer_fn)plan->fn.set_repeatable)(executor);
     if (refused == 0) {
       b->executor = executor;
@@ -493,19 +527,22 @@ static int32_t xm_launch(xm_plan* plan, uintptr_t workspace, uint64_t workspace_
   return xm_fail(plan, XM_CALL_LAUNCH, status);
 }
 
-static int32_t xm_step(xm_plan* plan, int64_t tokens, int64_t topk, const uintptr_t* address) {
+static int32_t xm_step(xm_plan* plan, int64_t tokens, int64_t second, int64_t number,
+                       const uintptr_t* address) {
   if (plan->closed) return XM_CLOSED;
-  const int has_mask = address[XM_MASK] != 0;
+  unsigned present = 0;
+  for (int i = 0; i < plan->num_tensors; ++i)
+    present |= (unsigned)(address[i] != 0 || !plan->tensor[i].optional) << i;
   int32_t status = xm_abandon(plan);
   if (status != XM_DONE) return status;
   xm_bucket* b = plan->latest;
-  if (b == NULL || b->tokens != tokens || b->topk != topk || b->has_mask != has_mask) {
-    status = xm_find_bucket(plan, tokens, topk, has_mask, &b);
+  if (b == NULL || b->tokens != tokens || b->second != second || b->present != present) {
+    status = xm_find_bucket(plan, tokens, second, present, &b);
     if (status != XM_DONE) return status;
     plan->latest = b;
   }
   b->last_use = ++plan->clock;
-  status = xm_check_addresses(b, address);
+  status = xm_check_addresses(plan, b, address);
   if (status != XM_DONE) return status;
   if (b->executor != NULL) {
     status = xm_move_executor(plan, b, address);
@@ -515,7 +552,7 @@ static int32_t xm_step(xm_plan* plan, int64_t tokens, int64_t topk, const uintpt
     plan->pending_bucket = b;
     return XM_DONE;
   }
-  return xm_prepare(plan, b, address);
+  return xm_prepare(plan, b, address, number);
 }
 
 /* Keeps the mutex when it returns XM_MORE_WORKSPACE. */
@@ -523,11 +560,23 @@ static int32_t xm_plan_step(xm_plan* plan, int64_t tokens, int64_t topk, uintptr
                             uintptr_t ids, uintptr_t weights, uintptr_t mask, uintptr_t y,
                             uintptr_t counts, uintptr_t workspace, uint64_t workspace_bytes,
                             uintptr_t stream) {
-  const uintptr_t address[XM_STEP_TENSORS] = {x, ids, weights, mask, y, counts};
+  const uintptr_t address[XM_MAX_TENSORS] = {x, ids, weights, mask, y, counts};
   pthread_mutex_lock(&plan->mutex);
-  int32_t status = xm_step(plan, tokens, topk, address);
+  int32_t status = xm_step(plan, tokens, topk, 0, address);
   if (status == XM_DONE) status = xm_launch(plan, workspace, workspace_bytes, stream);
   return status == XM_MORE_WORKSPACE ? status : xm_unlocked(plan, status);
+}
+
+/* A step of an operator that wants no workspace, with its own number of tensors. */
+static int32_t xm_plan_run(xm_plan* plan, int64_t tokens, int64_t second, int64_t number,
+                           uintptr_t stream, uintptr_t a0, uintptr_t a1, uintptr_t a2,
+                           uintptr_t a3, uintptr_t a4, uintptr_t a5, uintptr_t a6, uintptr_t a7) {
+  const uintptr_t address[XM_MAX_TENSORS] = {a0, a1, a2, a3, a4, a5, a6, a7};
+  pthread_mutex_lock(&plan->mutex);
+  int32_t status = xm_step(plan, tokens, second, number, address);
+  if (status == XM_DONE) status = xm_launch(plan, 0, 0, stream);
+  if (status == XM_MORE_WORKSPACE) xm_abandon(plan);
+  return xm_unlocked(plan, status);
 }
 
 /* For the thread whose step returned XM_MORE_WORKSPACE: gives the mutex back whatever happens. */

@@ -1,8 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What plan.c and Python both know of a launch plan. */
-enum {
-  XM_X, XM_IDS, XM_WEIGHTS, XM_MASK, XM_Y, XM_COUNTS, XM_STEP_TENSORS
-};
+enum { XM_MAX_TENSORS = 8 };
+/* Sizes, and values of slots, that come with each step. */
+enum { XM_TOKENS = -1, XM_SECOND = -2, XM_NUMBER = -3 };
+/* A tensor that changes with each step: at most two dimensions, each a size or XM_TOKENS or
+   XM_SECOND. may_share: an input that other such inputs may overlap. executor_index: its place
+   among the inputs or outputs of a kept op_executor, -1 when that is not certain. */
+typedef struct {
+  int32_t dtype;
+  int ndim;
+  int64_t dims[2];
+  int is_output, optional, may_share, executor_index;
+} xm_step_tensor;
 enum {
   XM_DONE = 0,
   XM_MORE_WORKSPACE = -1,  /* nothing was launched: xm_plan_resume or _abandon comes next */

@@ -1,44 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C functions behind the CAM operators: one table of prototypes, bound by address.
+"""The library that holds the CAM operators: its functions by address, and plans of its launches.
 
-Prototypes of aclnnA2e and aclnnE2a: afd-plugin csrc/npu/ascend_kernels/{a2e,e2a}/op_api; of the
-four aclnnAfdAsync*: csrc/npu/pybind/torch_binding_cam_async.cpp (both read 2026-10). aclnnXsd* and
-xsdCam* exist on the software device only.
+Argument lists of the operators are in `xmoe.kernels.acl.op_lists`. xsdCam* exist on the software
+device only.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from xmoe.errors import AclError, ConfigError, SymbolMissing
+from xmoe.errors import AclError, SymbolMissing
 from xmoe.kernels.acl import libraries
-from xmoe.kernels.acl.dtypes import DTYPES
 from xmoe.kernels.acl.loader import native_module
+from xmoe.kernels.acl.native_plan import function_table
+from xmoe.kernels.acl.op_plan import OpPlan, Parameter
 from xmoe.kernels.acl.problems import Problem
 from xmoe.kernels.acl.status import NAMES
 from xmoe.kernels.acl.toolkit import VENDOR_LIBRARY, Toolkit
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-# One letter per parameter: T tensor, i int64, d double, s char*.
-OPERATORS: dict[str, str] = {
-    "aclnnA2e": "TTT" + "i" * 6 + "s" + "ii" + "TTTTT",
-    "aclnnE2a": "TT" + "i" * 6 + "s" + "i" + "T",
-    "aclnnAfdAsyncDispatchSend": "TTT" + "i" * 13 + "s" + "T",
-    "aclnnAfdAsyncDispatchRecv": "TT" + "i" * 11 + "s" + "TTTT",
-    "aclnnAfdAsyncCombineSend": "TTT" + "i" * 10 + "s" + "T",
-    "aclnnAfdAsyncCombineRecv": "TTTT" + "i" * 9 + "s" + "T",
-    "aclnnXsdUmdkAsyncDispatchSend": "TTT" + "i" * 13 + "s",
-    "aclnnXsdUmdkAsyncDispatchRecv": "TT" + "i" * 11 + "s" + "T" * 7,
-    "aclnnXsdUmdkAsyncCombineSend": "TTTT" + "i" * 10 + "s",
-    "aclnnXsdUmdkAsyncCombineRecv": "TTTT" + "i" * 9 + "s" + "T",
-    "aclnnXsdTimedKernel": "TTT" + "iiii" + "dd" + "T",
-}
-_CTYPES = {"T": "aclTensor*", "i": "int64_t", "d": "double", "s": "char*"}
 PLAIN: dict[str, str] = {
     "xsdCamDispatchReady": "int32_t(*)(char*" + ", int64_t" * 7 + ")",
     "xsdCamAbort": "int32_t(*)(char*, uint32_t)",
@@ -48,8 +31,8 @@ PLAIN: dict[str, str] = {
     "xsdCamTraceEnable": "void(*)(int)",
     "xsdCamTraceRead": "uint32_t(*)(void*, uint32_t, uint64_t*)",
 }
-_FORMAT_ND = 2
 _ERROR_BYTES = 512
+_MAX_PLANS = 64
 
 
 class CamLibrary:
@@ -103,74 +86,46 @@ class CamLibrary:
         detail = "" if text == self.ffi.NULL else self.ffi.string(text).decode(errors="replace")
         raise AclError(call, status, NAMES.get(status, "UNKNOWN"), detail)
 
-    def tensor(self, value: Tensor | None) -> Any:
-        """An aclTensor over a contiguous tensor's memory; NULL for None."""
-        if value is None:
-            return self.ffi.NULL
-        dtype = DTYPES.get(str(value.dtype).removeprefix("torch."))
-        if dtype is None or not value.is_contiguous() or value.data_ptr() % 32:
-            raise ConfigError(
-                f"a tensor with dtype {value.dtype}, contiguous={value.is_contiguous()}, address "
-                f"{value.data_ptr():#x} cannot be given to an operator; allowed: contiguous, "
-                f"32-byte aligned, an ACL data type; use .contiguous() or .clone()"
-            )
-        shape = list(value.shape)
-        make = self.base(
-            "aclCreateTensor",
-            "aclTensor*(*)(int64_t*, uint64_t, int32_t, int64_t*, int64_t, int32_t, "
-            "int64_t*, uint64_t, void*)",
-        )
-        dims = self.ffi.new("int64_t[]", shape)
-        strides = self.ffi.new("int64_t[]", list(value.stride()))
-        data = self.ffi.cast("void*", value.data_ptr())
-        made = make(dims, len(shape), dtype, strides, 0, _FORMAT_ND, dims, len(shape), data)
-        if made == self.ffi.NULL:
-            self.check(-1, "aclCreateTensor")
-        return made
+    def plan(self, op: str, parameters: Sequence[Parameter]) -> OpPlan:
+        """A compiled launch of `op`.
 
-    def launch(self, op: str, args: Sequence[Any], stream: int) -> None:
-        """Both phases of `op`: prepare, then queue on `stream`. Returns before the kernel runs.
-
-        `args` by the table's letters: tensors or None, numbers, text. Tensor descriptors are gone
-        afterwards; the memory behind them must stay until the stream has passed the kernel.
+        Raises:
+            SymbolMissing: the library has no such operator.
         """
         ffi = self.ffi
-        kinds = OPERATORS[op]
-        prepare = self._functions.get(op + "GetWorkspaceSize")
-        if prepare is None:
-            params = ", ".join(_CTYPES[k] for k in kinds)
-            prepare = self._bind(
-                op + "GetWorkspaceSize", "cam", f"int32_t(*)({params}, uint64_t*, aclOpExecutor**)"
-            )
-        run = self._functions.get(op) or self._bind(
-            op, "cam", "int32_t(*)(void*, uint64_t, aclOpExecutor*, void*)"
-        )
-        destroy = self.base("aclDestroyTensor", "int32_t(*)(aclTensor*)")
-        bytes_out = ffi.new("uint64_t*")
-        op_executor = ffi.new("aclOpExecutor**")
-        made: list[Any] = []
-        values: list[Any] = []
-        try:
-            for kind, value in zip(kinds, args, strict=True):
-                if kind == "T":
-                    values.append(self.tensor(value))
-                    made.append(values[-1])
-                elif kind == "s":
-                    values.append(ffi.new("char[]", value.encode()))
-                else:
-                    values.append(value)
-            self.check(prepare(*values, bytes_out, op_executor), op + "GetWorkspaceSize")
-            if bytes_out[0] != 0:
-                # These operators declare none; a library that wants some needs an owner for it.
-                raise ConfigError(
-                    f"{op} wants {bytes_out[0]} workspace bytes; allowed: 0; next: give the "
-                    f"launch a workspace owner before using this library"
-                )
-            self.check(run(ffi.NULL, 0, op_executor[0], ffi.cast("void*", stream)), op)
-        finally:
-            for one in made:
-                if one != ffi.NULL:
-                    destroy(one)
+        phases = [self._bind(name, "cam", "void*") for name in (op + "GetWorkspaceSize", op)]
+        functions = function_table(ffi, lambda name: self._address("nnop", name), *phases)
+        return OpPlan(self._native, functions, op, parameters, self.check)
+
+
+class PlanCache:
+    """Plans by what they were made for, bounded. Descriptors hold no memory of tensors, and queued
+    launches do not need them, so a plan may go at any time."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, OpPlan] = {}
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._plans).atexit = False
+
+    def get(self, key: Hashable, make: Callable[[], OpPlan]) -> OpPlan:
+        """The plan of `key`, made when there is none."""
+        plan = self._plans.get(key)
+        if plan is None:
+            with self._lock:
+                plan = self._plans.get(key)
+                if plan is None:
+                    if len(self._plans) >= _MAX_PLANS:
+                        self._plans.pop(next(iter(self._plans))).close()
+                    plan = self._plans[key] = make()
+        return plan
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+
+def _close_all(plans: dict[Hashable, OpPlan]) -> None:
+    while plans:
+        plans.popitem()[1].close()
 
 
 _cache: dict[tuple[str, str], CamLibrary] = {}

@@ -1,56 +1,107 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CAM operators on the host adaptor: plain CPU tensors, raw stream handles, the C ABI below."""
+"""The CAM operators over the C ABI: contiguous tensors of one device, raw stream handles.
+
+With CPU tensors this is the host adaptor. `xmoe.kernels.ops.cam.torch_ops` makes torch operators of
+it for npu tensors. Every launch goes through a compiled plan, so that a call describes no tensor
+that was described before.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from xmoe.kernels.ops.cam.binding import CamLibrary
+from xmoe.kernels.acl.native_plan import NUMBER, SECOND, TOKENS, StepTensor
+from xmoe.kernels.acl.op_plan import OpPlan, Parameter
+from xmoe.kernels.ops.cam.binding import CamLibrary, PlanCache
 from xmoe.kernels.ops.cam.protocols import A2EOutput, DispatchItem
 from xmoe.kernels.ops.cam.topology import (
     CamAsyncTopology,
     CamP2PTopology,
     receive_capacity,
+    refuse,
     require,
 )
 
 _HALF = (torch.bfloat16, torch.float16)
+_INT32, _INT64, _FLOAT = (torch.int32,), (torch.int64,), (torch.float32,)
+Shape = tuple[int | None, ...]
 
 
-def check_tensor(
-    what: str, value: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]
-) -> None:
-    """ConfigError unless `value` has one of `dtypes`, this shape (None: any size), is contiguous,
-    and carries no gradient."""
-    fits = len(shape) == value.dim() and all(
-        want is None or want == got for want, got in zip(shape, value.shape, strict=True)
-    )
-    ok = value.dtype in dtypes and fits and value.is_contiguous() and not value.requires_grad
-    wanted = "x".join("any" if s is None else str(s) for s in shape)
-    require(
-        what,
-        f"{value.dtype} {tuple(value.shape)} contiguous={value.is_contiguous()} "
-        f"requires_grad={value.requires_grad}",
-        ok,
-        f"{' or '.join(str(d) for d in dtypes)} of shape {wanted}, contiguous, without gradient",
-        "convert it before the launch",
-    )
+def _fits(value: Tensor, dtypes: Sequence[torch.dtype], shape: Shape) -> bool:
+    got = value.shape
+    if len(got) != len(shape) or value.dtype not in dtypes:
+        return False
+    for have, want in zip(got, shape, strict=True):
+        if have != want and want is not None:
+            return False
+    return value.is_contiguous() and not value.requires_grad
 
 
-def _check_side(op: str, is_ffn: bool, wants_ffn: bool, rank: int) -> None:
-    side = "an FFN" if wants_ffn else "an Attention"
-    require(f"{op} on rank", rank, is_ffn == wants_ffn, f"{side} rank", "call it on the other role")
+class _Operators:
+    """What both connectors' operators share: checks of tensors, plans, constant arguments."""
 
-
-class HostCamP2POps:
-    """`CamP2POps` over the C ABI. `dtype` is the model's; the torch operators fix bfloat16."""
-
-    def __init__(self, library: CamLibrary, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, library: CamLibrary, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
         require("dtype", dtype, dtype in _HALF, "bfloat16, float16", "pass the model dtype")
         self._library = library
         self._dtype = dtype
-        self._dummy = torch.zeros(1, 1, dtype=dtype)
+        self._device = torch.device(device)
+        self._plans = PlanCache()
+
+    def _empty(self, *shape: int, of: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=of or self._dtype, device=self._device)
+
+    def _check(
+        self, what: str, value: Tensor, dtypes: Sequence[torch.dtype], shape: Shape
+    ) -> Tensor:
+        """ConfigError unless `value` has one of `dtypes`, this shape (None: any size) and this
+        device, is contiguous, and carries no gradient."""
+        if _fits(value, dtypes, shape) and value.device == self._device:
+            return value
+        wanted = "x".join("any" if s is None else str(s) for s in shape)
+        refuse(
+            what,
+            f"{value.dtype} {tuple(value.shape)} on {value.device} "
+            f"contiguous={value.is_contiguous()} requires_grad={value.requires_grad}",
+            f"{' or '.join(str(d) for d in dtypes)} of shape {wanted} on {self._device}, "
+            "contiguous, without gradient",
+            "convert it before the launch",
+        )
+
+    def _constant(self, tensor: Tensor) -> Parameter:
+        return tensor.data_ptr(), str(tensor.dtype), tensor.numel()
+
+
+def _given(name: str, dtype: torch.dtype, *shape: int | str, optional: bool = False) -> StepTensor:
+    """An input. Inputs may share memory: nobody writes to them."""
+    return StepTensor(name, str(dtype), shape, optional=optional, may_share=True)
+
+
+def _made(name: str, dtype: torch.dtype, *shape: int | str) -> StepTensor:
+    return StepTensor(name, str(dtype), shape, is_output=True)
+
+
+def _check_side(op: str, is_ffn: bool, wants_ffn: bool, rank: int) -> None:
+    if is_ffn != wants_ffn:
+        side = "an FFN" if wants_ffn else "an Attention"
+        refuse(f"{op} on rank", rank, f"{side} rank", "call it on the other role")
+
+
+class HostCamP2POps(_Operators):
+    """`CamP2POps` over the C ABI. `dtype` is the model's; the torch operators fix bfloat16."""
+
+    def __init__(
+        self,
+        library: CamLibrary,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(library, dtype, device)
+        self._dummy = torch.zeros(1, 1, dtype=dtype, device=self._device)
 
     def a2e(
         self,
@@ -65,55 +116,68 @@ class HostCamP2POps:
         """See `CamP2POps.a2e`. Asynchronous. Raises ConfigError or AclError before anything is
         queued."""
         t = topology
-        require("num_tokens", num_tokens, num_tokens >= 1, "1 or more", "never send an empty stage")
-        if t.is_ffn:
-            require(
-                "num_tokens",
-                num_tokens,
-                num_tokens % t.ratio == 0,
-                f"a multiple of {t.ratio} (Attention ranks per FFN rank)",
-                "pad all Attention peers to the same number of rows",
-            )
-        else:
-            if hidden_states is None:
-                require("hidden_states", None, False, "the rows to send", "pass them")
-            else:
-                check_tensor("hidden_states", hidden_states, _HALF, (num_tokens, t.hidden))
+        _check_rows(t, "num_tokens", num_tokens)
+        sent = hidden_states
+        if not t.is_ffn:
+            if sent is None:
+                refuse("hidden_states", None, "the rows to send", "pass them")
+            self._check("hidden_states", sent, _HALF, (num_tokens, t.hidden))
+        dtype = self._dtype if sent is None else sent.dtype
         if out is None:
             out = self.empty_a2e(t, num_tokens)
-        args = (
-            hidden_states,
-            None,
-            None,
+        rows, width = (num_tokens, t.hidden) if t.is_ffn else (1, 1)
+        self._check("out.hidden_states", out.hidden_states, _HALF, (rows, width))
+        ids, scales = out.sim_expert_ids, out.sim_scales
+        self._check("out.sim_expert_ids", ids, _INT32, (rows, None))
+        self._check("out.sim_scales", scales, _FLOAT, tuple(ids.shape))
+        sizes, mask = out.atten_batch_size, out.x_active_mask
+        self._check("out.atten_batch_size", sizes, _INT32, (t.ratio,))
+        self._check("out.x_active_mask", mask, (torch.bool,), (None,))
+        made = out.hidden_states.dtype
+        key = ("a2e", t, group, dtype, made, ids.shape[1], mask.shape[0])
+        plan = self._plans.get(key, lambda: self._a2e_plan(t, group, dtype, out))
+        plan.launch(
             num_tokens,
-            t.hidden,
-            t.topk,
-            t.ffn_size,
-            t.attn_size,
-            t.rank,
-            group,
-            t.aiv_num,
             0,
-            out.hidden_states,
-            out.sim_expert_ids,
-            out.sim_scales,
-            out.atten_batch_size,
-            out.x_active_mask,
+            0,
+            stream,
+            0 if sent is None or t.is_ffn else sent.data_ptr(),
+            out.hidden_states.data_ptr(),
+            ids.data_ptr(),
+            scales.data_ptr(),
+            sizes.data_ptr(),
+            mask.data_ptr(),
         )
-        self._library.launch("aclnnA2e", args, stream)
         return out
+
+    def _a2e_plan(
+        self, t: CamP2PTopology, group: str, dtype: torch.dtype, out: A2EOutput
+    ) -> OpPlan:
+        rows: tuple[int | str, int] = (TOKENS, t.hidden) if t.is_ffn else (1, 1)
+        pairs = (rows[0], out.sim_expert_ids.shape[1])
+        outputs = (
+            _made("out.hidden_states", out.hidden_states.dtype, *rows),
+            _made("out.sim_expert_ids", torch.int32, *pairs),
+            _made("out.sim_scales", torch.float32, *pairs),
+            _made("out.atten_batch_size", torch.int32, t.ratio),
+            _made("out.x_active_mask", torch.bool, out.x_active_mask.shape[0]),
+        )
+        sent = _given("hidden_states", dtype, TOKENS, t.hidden, optional=True)
+        numbers = (TOKENS, t.hidden, t.topk, t.ffn_size, t.attn_size, t.rank)
+        return self._library.plan(
+            "aclnnA2e", (sent, None, None, *numbers, group, t.aiv_num, 0, *outputs)
+        )
 
     def empty_a2e(self, topology: CamP2PTopology, num_tokens: int) -> A2EOutput:
         """Uninitialised outputs for `a2e` that a caller may own and pass as `out`."""
         t = topology
-        shape = (num_tokens, t.hidden) if t.is_ffn else (1, 1)
-        rows = num_tokens if t.is_ffn else 1
+        rows, width = (num_tokens, t.hidden) if t.is_ffn else (1, 1)
         return A2EOutput(
-            torch.empty(shape, dtype=self._dtype),
-            torch.empty(rows, t.topk, dtype=torch.int32),
-            torch.empty(rows, t.topk, dtype=torch.float32),
-            torch.empty(t.ratio, dtype=torch.int32),
-            torch.empty(t.ratio, dtype=torch.bool),
+            self._empty(rows, width),
+            self._empty(rows, t.topk, of=torch.int32),
+            self._empty(rows, t.topk, of=torch.float32),
+            self._empty(t.ratio, of=torch.int32),
+            self._empty(t.ratio, of=torch.bool),
         )
 
     def e2a(
@@ -129,40 +193,46 @@ class HostCamP2POps:
         """See `CamP2POps.e2a`. Asynchronous. Raises ConfigError or AclError before anything is
         queued."""
         t = topology
-        check_tensor("hidden_states", hidden_states, _HALF, (None, t.hidden))
-        check_tensor("atten_batch_size", atten_batch_size, (torch.int32,), (t.ratio,))
+        self._check("hidden_states", hidden_states, _HALF, (None, t.hidden))
+        self._check("atten_batch_size", atten_batch_size, _INT32, (t.ratio,))
         rows = hidden_states.shape[0]
-        require("rows of hidden_states", rows, rows >= 1, "1 or more", "never send an empty stage")
+        _check_rows(t, "rows of hidden_states", rows)
         if t.is_ffn:
-            require(
-                "rows of hidden_states",
-                rows,
-                rows % t.ratio == 0,
-                f"a multiple of {t.ratio}",
-                "send back as many rows as a2e received",
-            )
             result = self._dummy
         else:
             result = torch.empty_like(hidden_states) if out is None else out
-            check_tensor("out", result, _HALF, (rows, t.hidden))
-        args = (
-            hidden_states,
-            atten_batch_size,
-            rows,
-            t.hidden,
-            t.topk,
-            t.ffn_size,
-            t.attn_size,
-            t.rank,
-            group,
-            t.aiv_num,
-            result,
-        )
-        self._library.launch("aclnnE2a", args, stream)
+            self._check("out", result, _HALF, (rows, t.hidden))
+        key = ("e2a", t, group, hidden_states.dtype, result.dtype)
+        plan = self._plans.get(key, lambda: self._e2a_plan(t, group, hidden_states, result))
+        addresses = (hidden_states.data_ptr(), atten_batch_size.data_ptr(), result.data_ptr())
+        plan.launch(rows, 0, 0, stream, *addresses)
         return result
 
+    def _e2a_plan(self, t: CamP2PTopology, group: str, sent: Tensor, result: Tensor) -> OpPlan:
+        rows: tuple[int | str, int] = (1, 1) if t.is_ffn else (TOKENS, t.hidden)
+        parameters = (
+            _given("hidden_states", sent.dtype, TOKENS, t.hidden),
+            _given("atten_batch_size", torch.int32, t.ratio),
+            *(TOKENS, t.hidden, t.topk, t.ffn_size, t.attn_size, t.rank),
+            *(group, t.aiv_num),
+            _made("out", result.dtype, *rows),
+        )
+        return self._library.plan("aclnnE2a", parameters)
 
-class HostCamAsyncOps:
+
+def _check_rows(t: CamP2PTopology, what: str, rows: int) -> None:
+    if rows < 1:
+        refuse(what, rows, "1 or more", "never send an empty stage")
+    if t.is_ffn and rows % t.ratio:
+        refuse(
+            what,
+            rows,
+            f"a multiple of {t.ratio} (Attention ranks per FFN rank)",
+            "pad all Attention peers to the same number of rows, and send as many back",
+        )
+
+
+class HostCamAsyncOps(_Operators):
     """`CamAsyncOps` over the C ABI.
 
     `shared_expert=False` is the plugin-owned routed-only set (aclnnAfdAsync*). True is the older
@@ -174,18 +244,17 @@ class HostCamAsyncOps:
         self,
         library: CamLibrary,
         dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
         *,
         shared_expert: bool = False,
     ) -> None:
-        require("dtype", dtype, dtype in _HALF, "bfloat16, float16", "pass the model dtype")
-        self._library = library
-        self._dtype = dtype
+        super().__init__(library, dtype, device)
         self._shared = shared_expert
         self._prefix = "aclnnXsdUmdkAsync" if shared_expert else "aclnnAfdAsync"
         # Placeholders of the ABI; the operators read neither.
-        self._comm_args = torch.zeros(1, dtype=torch.float16)
-        self._anchor = torch.zeros(1, dtype=dtype)
-        self._result = torch.zeros(1, dtype=torch.int8)
+        self._comm_args = torch.zeros(1, dtype=torch.float16, device=self._device)
+        self._anchor = torch.zeros(1, dtype=dtype, device=self._device)
+        self._result = torch.zeros(1, dtype=torch.int8, device=self._device)
 
     @property
     def shared_expert(self) -> bool:
@@ -207,22 +276,36 @@ class HostCamAsyncOps:
         t = topology
         _check_side("dispatch_send", t.is_ffn, False, t.rank)
         tokens = hidden_states.shape[0]
-        require(
-            "num_tokens",
-            tokens,
-            1 <= tokens <= t.max_tokens_per_rank,
-            f"1 to {t.max_tokens_per_rank} (max_seq_len / tp_size)",
-            "split the batch, or send one padding row instead of none",
+        if not 1 <= tokens <= t.max_tokens_per_rank:
+            refuse(
+                "num_tokens",
+                tokens,
+                f"1 to {t.max_tokens_per_rank} (max_seq_len / tp_size)",
+                "split the batch, or send one padding row instead of none",
+            )
+        if layer < 0:
+            refuse("layer", layer, "0 or more", "pass the layer index")
+        self._check("hidden_states", hidden_states, _HALF, (tokens, t.hidden))
+        self._check("topk_ids", topk_ids, _INT32, (tokens, t.topk))
+        key = ("dispatch_send", t, group, hidden_states.dtype)
+        plan = self._plans.get(key, lambda: self._dispatch_send_plan(t, group, key[3]))
+        plan.launch(tokens, 0, layer, stream, hidden_states.data_ptr(), topk_ids.data_ptr())
+
+    def _dispatch_send_plan(self, t: CamAsyncTopology, group: str, dtype: torch.dtype) -> OpPlan:
+        parameters = (
+            _given("hidden_states", dtype, TOKENS, t.hidden),
+            _given("topk_ids", torch.int32, TOKENS, t.topk),
+            self._constant(self._comm_args),
+            *(0, t.max_seq_len, TOKENS, t.hidden, t.topk, t.ffn_size, t.attn_size),
+            *(t.experts_per_rank, t.rank, t.world_size, NUMBER, t.tp_size, int(t.dynamic_quant)),
+            group,
+            *self._result_of_a_send(),
         )
-        require("layer", layer, layer >= 0, "0 or more", "pass the layer index")
-        check_tensor("hidden_states", hidden_states, _HALF, (None, t.hidden))
-        check_tensor("topk_ids", topk_ids, (torch.int32,), (tokens, t.topk))
-        args: list[object] = [hidden_states, topk_ids, self._comm_args, 0, t.max_seq_len, tokens]
-        args += [t.hidden, t.topk, t.ffn_size, t.attn_size, t.experts_per_rank, t.rank]
-        args += [t.world_size, layer, t.tp_size, int(t.dynamic_quant), group]
-        if not self._shared:
-            args.append(self._result)
-        self._library.launch(self._prefix + "DispatchSend", args, stream)
+        return self._library.plan(self._prefix + "DispatchSend", parameters)
+
+    def _result_of_a_send(self) -> tuple[Parameter, ...]:
+        """The newer set's sends have an output that says nothing."""
+        return () if self._shared else (self._constant(self._result),)
 
     def empty_item(self, topology: CamAsyncTopology, capacity: int | None = None) -> DispatchItem:
         """Uninitialised receive outputs a slot may own. `capacity` must equal the operator's
@@ -233,13 +316,13 @@ class HostCamAsyncOps:
         scales = rows if t.dynamic_quant else 1
 
         def shared(*shape: int, of: torch.dtype) -> Tensor | None:
-            return torch.empty(shape, dtype=of) if self._shared else None
+            return self._empty(*shape, of=of) if self._shared else None
 
         return DispatchItem(
-            torch.empty(rows, t.hidden, dtype=dtype),
-            torch.empty(scales, dtype=torch.float32),
-            torch.empty(t.info_length(self._shared), dtype=torch.int64),
-            torch.empty(t.experts_per_rank, dtype=torch.int64),
+            self._empty(rows, t.hidden, of=dtype),
+            self._empty(scales, of=torch.float32),
+            self._empty(t.info_length(self._shared), of=torch.int64),
+            self._empty(t.experts_per_rank, of=torch.int64),
             shared(rows, t.hidden, of=dtype),
             shared(scales, of=torch.float32),
             shared(1, of=torch.int64),
@@ -258,31 +341,64 @@ class HostCamAsyncOps:
         t = topology
         _check_side("dispatch_recv", t.is_ffn, True, t.rank)
         if stop is not None:
-            allowed = t.dynamic_quant and not self._shared
-            require(
-                "stop", "given", allowed, "routed-only operators with dynamic_quant", "leave it out"
-            )
-            check_tensor("stop", stop, _HALF, (16,))
+            if not t.dynamic_quant or self._shared:
+                refuse("stop", "given", "routed-only operators with dynamic_quant", "leave it out")
+            self._check("stop", stop, _HALF, (16,))
         item = self.empty_item(t) if out is None else out
-        anchor = self._anchor if stop is None else stop
-        sizes = (t.hidden, t.topk, t.ffn_size, t.attn_size, t.experts_per_rank)
-        tail = (t.rank, t.world_size, t.tp_size, int(t.dynamic_quant), group)
-        head = (anchor, self._comm_args, 0, t.max_seq_len, *sizes, *tail)
-        outputs: tuple[Tensor | None, ...]
+        dtypes = (torch.int8,) if t.dynamic_quant else _HALF
+        rows = item.hidden_states.shape[0]
+        outputs = [self._check("out.hidden_states", item.hidden_states, dtypes, (rows, t.hidden))]
+        scales = (rows if t.dynamic_quant else 1,)
         if self._shared:
-            outputs = (
-                item.hidden_states,
-                item.shared_hidden_states,
-                item.scales,
-                item.shared_scales,
-                item.batch_info,
-                item.tokens_per_expert,
-                item.shared_count,
-            )
+            outputs += self._shared_outputs(t, item, rows)
         else:
-            outputs = (item.hidden_states, item.scales, item.batch_info, item.tokens_per_expert)
-        self._library.launch(self._prefix + "DispatchRecv", (*head, *outputs), stream)
+            outputs.append(self._check("out.scales", item.scales, _FLOAT, scales))
+        length = (t.info_length(self._shared),)
+        outputs.append(self._check("out.batch_info", item.batch_info, _INT64, length))
+        counts = (t.experts_per_rank,)
+        outputs.append(self._check("out.tokens_per_expert", item.tokens_per_expert, _INT64, counts))
+        if item.shared_count is not None and self._shared:
+            outputs.append(self._check("out.shared_count", item.shared_count, _INT64, (1,)))
+        anchor = self._anchor if stop is None else stop
+        key = ("dispatch_recv", t, group, outputs[0].dtype, stop is None, anchor.dtype)
+        plan = self._plans.get(key, lambda: self._dispatch_recv_plan(t, group, outputs, anchor))
+        addresses = [one.data_ptr() for one in outputs]
+        plan.launch(rows, 0, 0, stream, anchor.data_ptr(), *addresses)
         return item
+
+    def _shared_outputs(self, t: CamAsyncTopology, item: DispatchItem, rows: int) -> list[Tensor]:
+        """The shared expert's rows, both scales."""
+        shared, scales = item.shared_hidden_states, item.shared_scales
+        if shared is None or scales is None or item.shared_count is None:
+            refuse("out", "without a shared expert", "as empty_item makes it", "use that")
+        dtype, length = (item.hidden_states.dtype,), (rows if t.dynamic_quant else 1,)
+        return [
+            self._check("out.shared_hidden_states", shared, dtype, (rows, t.hidden)),
+            self._check("out.scales", item.scales, _FLOAT, length),
+            self._check("out.shared_scales", scales, _FLOAT, length),
+        ]
+
+    def _dispatch_recv_plan(
+        self, t: CamAsyncTopology, group: str, outputs: Sequence[Tensor], anchor: Tensor
+    ) -> OpPlan:
+        rows, each = (TOKENS, t.hidden), TOKENS if t.dynamic_quant else 1
+        shapes: list[tuple[int | str, ...]] = [rows, (each,)]
+        if self._shared:
+            shapes = [rows, rows, (each,), (each,)]
+        shapes += [(t.info_length(self._shared),), (t.experts_per_rank,), (1,)]
+        made = [
+            _made(f"output {number + 1}", one.dtype, *shape)
+            for number, (one, shape) in enumerate(zip(outputs, shapes, strict=False))
+        ]
+        parameters = (
+            _given("stop", anchor.dtype, anchor.numel()),
+            self._constant(self._comm_args),
+            *(0, t.max_seq_len, t.hidden, t.topk, t.ffn_size, t.attn_size, t.experts_per_rank),
+            *(t.rank, t.world_size, t.tp_size, int(t.dynamic_quant)),
+            group,
+            *made,
+        )
+        return self._library.plan(self._prefix + "DispatchRecv", parameters)
 
     def combine_send(
         self,
@@ -298,32 +414,41 @@ class HostCamAsyncOps:
         passed."""
         t = topology
         _check_side("combine_send", t.is_ffn, True, t.rank)
-        check_tensor("expert_out", expert_out, _HALF, (None, t.hidden))
-        rows = expert_out.shape[0]
-        require(
-            "rows of expert_out",
-            rows,
-            rows >= 1,
-            "1 or more",
-            "send one zero row when none is routed",
-        )
-        check_tensor("batch_info", batch_info, (torch.int64,), (t.info_length(self._shared),))
-        require(
-            "shared_out",
-            None if shared_out is None else "given",
-            self._shared == (shared_out is not None),
-            "given for the operator set with a shared expert, else None",
-            "pass what the operator set wants",
-        )
-        args: list[object] = [expert_out]
+        self._check("expert_out", expert_out, _HALF, (None, t.hidden))
+        rows, shared_rows = expert_out.shape[0], 0
+        if rows < 1:
+            refuse("rows of expert_out", rows, "1 or more", "send one zero row when none is routed")
+        self._check("batch_info", batch_info, _INT64, (t.info_length(self._shared),))
+        if self._shared != (shared_out is not None):
+            refuse(
+                "shared_out",
+                None if shared_out is None else "given",
+                "given for the operator set with a shared expert, else None",
+                "pass what the operator set wants",
+            )
+        addresses = [expert_out.data_ptr(), batch_info.data_ptr()]
         if shared_out is not None:
-            check_tensor("shared_out", shared_out, _HALF, (None, t.hidden))
-            args.append(shared_out)
-        args += [self._comm_args, batch_info, 0, t.max_seq_len, t.hidden, t.topk, t.ffn_size]
-        args += [t.attn_size, t.experts_per_rank, t.rank, t.world_size, t.tp_size, group]
-        if not self._shared:
-            args.append(self._result)
-        self._library.launch(self._prefix + "CombineSend", args, stream)
+            self._check("shared_out", shared_out, (expert_out.dtype,), (None, t.hidden))
+            shared_rows = shared_out.shape[0]
+            addresses.insert(1, shared_out.data_ptr())
+        key = ("combine_send", t, group, expert_out.dtype)
+        plan = self._plans.get(key, lambda: self._combine_send_plan(t, group, expert_out.dtype))
+        plan.launch(rows, shared_rows, 0, stream, *addresses)
+
+    def _combine_send_plan(self, t: CamAsyncTopology, group: str, dtype: torch.dtype) -> OpPlan:
+        rows = [_given("expert_out", dtype, TOKENS, t.hidden)]
+        if self._shared:
+            rows.append(_given("shared_out", dtype, SECOND, t.hidden))
+        parameters = (
+            *rows,
+            self._constant(self._comm_args),
+            _given("batch_info", torch.int64, t.info_length(self._shared)),
+            *(0, t.max_seq_len, t.hidden, t.topk, t.ffn_size, t.attn_size, t.experts_per_rank),
+            *(t.rank, t.world_size, t.tp_size),
+            group,
+            *self._result_of_a_send(),
+        )
+        return self._library.plan(self._prefix + "CombineSend", parameters)
 
     def combine_recv(
         self,
@@ -339,27 +464,26 @@ class HostCamAsyncOps:
         passed."""
         t = topology
         _check_side("combine_recv", t.is_ffn, False, t.rank)
-        check_tensor("topk_ids", topk_ids, (torch.int32,), (None, t.topk))
+        self._check("topk_ids", topk_ids, _INT32, (None, t.topk))
         tokens = topk_ids.shape[0]
-        check_tensor("topk_weights", topk_weights, (torch.float32,), (tokens, t.topk))
-        result = torch.empty(tokens, t.hidden, dtype=self._dtype) if out is None else out
-        check_tensor("out", result, _HALF, (tokens, t.hidden))
-        args = (
-            self._anchor,
-            topk_ids,
-            topk_weights,
-            self._comm_args,
-            0,
-            tokens,
-            t.hidden,
-            t.topk,
-            t.ffn_size,
-            t.attn_size,
-            t.experts_per_rank,
-            t.rank,
-            t.world_size,
-            group,
-            result,
-        )
-        self._library.launch(self._prefix + "CombineRecv", args, stream)
+        self._check("topk_weights", topk_weights, _FLOAT, (tokens, t.topk))
+        result = self._empty(tokens, t.hidden) if out is None else out
+        self._check("out", result, _HALF, (tokens, t.hidden))
+        key = ("combine_recv", t, group, result.dtype)
+        plan = self._plans.get(key, lambda: self._combine_recv_plan(t, group, result.dtype))
+        addresses = (topk_ids.data_ptr(), topk_weights.data_ptr(), result.data_ptr())
+        plan.launch(tokens, 0, 0, stream, *addresses)
         return result
+
+    def _combine_recv_plan(self, t: CamAsyncTopology, group: str, dtype: torch.dtype) -> OpPlan:
+        parameters = (
+            self._constant(self._anchor),
+            _given("topk_ids", torch.int32, TOKENS, t.topk),
+            _given("topk_weights", torch.float32, TOKENS, t.topk),
+            self._constant(self._comm_args),
+            *(0, TOKENS, t.hidden, t.topk, t.ffn_size, t.attn_size, t.experts_per_rank),
+            *(t.rank, t.world_size),
+            group,
+            _made("out", dtype, TOKENS, t.hidden),
+        )
+        return self._library.plan(self._prefix + "CombineRecv", parameters)

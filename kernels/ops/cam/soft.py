@@ -6,12 +6,15 @@ exports these, and `available()` says so. Times are this machine's, never an ope
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from xmoe.errors import CommError
-from xmoe.kernels.ops.cam.binding import CamLibrary
+from xmoe.kernels.acl.native_plan import NUMBER, TOKENS, StepTensor
+from xmoe.kernels.ops.cam.binding import CamLibrary, PlanCache
 from xmoe.kernels.ops.cam.topology import CamAsyncTopology, require
 
 _TRACE_BYTES = 32 + 32 + 8 + 4 * 4 + 8 * 6
@@ -82,6 +85,7 @@ class SoftCam:
     def __init__(self, library: CamLibrary, *, shared_expert: bool = False) -> None:
         self._library = library
         self._shared = int(shared_expert)
+        self._plans = PlanCache()
 
     @staticmethod
     def available(library: CamLibrary) -> bool:
@@ -206,8 +210,41 @@ class SoftCam:
         """TEST KERNEL: hold cores for a time. With rows [R, H] and out [R, H]: row r of local
         expert e (by `tokens_per_expert`, int64) becomes row * (alpha + beta * e), int8 rows times
         their scale; rows beyond the counts are left alone. Asynchronous."""
-        args = (rows, scales, tokens_per_expert, vector_cores, cube_cores, microseconds, tag)
-        self._library.launch("aclnnXsdTimedKernel", (*args, alpha, beta, out), stream)
+        tensors = (rows, scales, tokens_per_expert, out)
+        for one in tensors:
+            require("timed kernel tensor", one, one is None or one.is_contiguous(),
+                    "contiguous", "use .contiguous()")  # fmt: skip
+        if rows is not None and out is not None:
+            require("out", tuple(out.shape), out.shape == rows.shape,
+                    f"the shape of rows, {tuple(rows.shape)}", "correct it")  # fmt: skip
+        shapes = tuple(None if one is None else (one.dtype, one.shape[1:]) for one in tensors)
+        experts = 0 if tokens_per_expert is None else tokens_per_expert.shape[0]
+        numbers = (vector_cores, cube_cores, microseconds)
+        plan = self._plans.get(
+            (shapes, numbers, experts, alpha, beta),
+            lambda: self._library.plan(
+                "aclnnXsdTimedKernel",
+                (
+                    *_tensors(tensors[:3], experts), *numbers, NUMBER, alpha, beta,
+                    *_tensors(tensors[3:], experts),
+                ),
+            ),
+        )  # fmt: skip
+        addresses = [one.data_ptr() for one in tensors if one is not None]
+        plan.launch(0 if rows is None else rows.shape[0], 0, tag, stream, *addresses)
+
+
+def _tensors(given: Sequence[Tensor | None], experts: int) -> list[StepTensor | None]:
+    """As the timed kernel's plan has them; sizes of rows come with each launch."""
+    found: list[StepTensor | None] = []
+    for one in given:
+        if one is None:
+            found.append(None)
+            continue
+        counts = one.dtype is torch.int64
+        shape = (experts,) if counts else (TOKENS, *one.shape[1:])
+        found.append(StepTensor("rows", str(one.dtype), shape, may_share=True))
+    return found
 
 
 def _entry(data: bytes) -> KernelTrace:

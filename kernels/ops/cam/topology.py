@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 from xmoe import env
 from xmoe.errors import ConfigError
@@ -22,10 +23,15 @@ MAX_TOKENS_PER_RANK = 65536
 """Token indices in the window are uint16. Source: afd_async_dispatch_recv.h, 2026-10."""
 
 
+def refuse(what: str, value: object, allowed: str, action: str) -> NoReturn:
+    """Raise ConfigError with its four parts."""
+    raise ConfigError(f"{what}={value!r} is not accepted; allowed: {allowed}; {action}")
+
+
 def require(what: str, value: object, ok: bool, allowed: str, action: str) -> None:
-    """Raise ConfigError with its four parts unless `ok`."""
+    """Refuse unless `ok`."""
     if not ok:
-        raise ConfigError(f"{what}={value!r} is not accepted; allowed: {allowed}; {action}")
+        refuse(what, value, allowed, action)
 
 
 def _count(owner: str, name: str, value: int, low: int = 1, high: int = 1 << 30) -> None:
