@@ -3,6 +3,9 @@
 
 One protocol stands between executor and transport: `dispatch`, then `combine` with the handle that
 dispatch returned. CollectiveTransport implements it over torch.distributed.
+
+What the host waits for in a dispatch of npu tensors is one copy of E + 1 numbers: an all-to-all
+takes its row counts from the host. combine waits for nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from xmoe.comm.agree import (
     run_work,
 )
 from xmoe.errors import ConfigError, RankDisagreement
-from xmoe.kernels.ops.fused_moe import sort_slots, weighted_sum
+from xmoe.kernels.capability import NpuOperators
+from xmoe.kernels.ops.fused_moe import route_rows, sum_rows
 from xmoe.kernels.ops.routing import check_ids, clean_ids
 from xmoe.types import TokenBatch
 
@@ -44,8 +48,8 @@ class Transport(Protocol):
         """Send each used slot's row to its expert's rank.
 
         Returns:
-            recv_tokens [R, H] sorted by local expert, tokens_per_expert int64 [L] on the host,
-            handle.
+            recv_tokens [R, H] sorted by local expert, tokens_per_expert int64 [L] on the host or
+            where the rows are, handle.
         """
 
     def combine(self, expert_out: Tensor, handle: DispatchHandle) -> Tensor:
@@ -55,10 +59,13 @@ class Transport(Protocol):
 @dataclass(frozen=True)
 class _CollectiveHandle(DispatchHandle):
     batch: TokenBatch
-    pairs: Tensor  # int64 [S]: t * K + k in the order sent
-    order: Tensor  # int64 [R]: received position of each row handed to the experts
+    places: Tensor  # int32 [T * K]: where slot t * K + k stands among the rows sent
+    back: Tensor  # int64 [R]: for each row received, its place among those handed to the experts
     send_rows: list[int]
     recv_rows: list[int]
+
+
+_NO_OPERATORS = NpuOperators()
 
 
 class CollectiveTransport:
@@ -67,14 +74,14 @@ class CollectiveTransport:
     Experts lie on ranks in blocks: expert g on rank g // L. Rows of an expert are ordered by source
     rank, then token, then slot. Raw expert rows travel back; the weighted sum happens on the
     token's own rank in slot order, so it does not depend on the EP size. Row counts pass through
-    the host.
+    the host. Rows on an npu travel by HCCL when the group has it, else through the host.
 
     Args:
         group: EP group that accepts CPU tensors, or None for EP 1.
         num_experts: E, a multiple of the group's size.
         validate_ids: "checked" raises ConfigError on every rank, before any row is sent, when some
-            rank has ids out of range or repeated in a row; "unchecked" leaves such slots out and
-            counts them in `dropped_slots`.
+            rank has ids out of range or repeated in a row; "drop" leaves such slots out and counts
+            them in `dropped_slots`.
     """
 
     def __init__(
@@ -82,8 +89,9 @@ class CollectiveTransport:
         group: ProcessGroup | None,
         num_experts: int,
         *,
-        validate_ids: str = "checked",
+        validate_ids: str = "drop",
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        operators: NpuOperators = _NO_OPERATORS,
     ) -> None:
         ep_size = group_size(group)
         if num_experts < 1 or num_experts % ep_size:
@@ -92,10 +100,9 @@ class CollectiveTransport:
                 "allowed: a multiple of ep_size; next: choose an EP size that divides the number "
                 "of experts"
             )
-        if validate_ids not in ("checked", "unchecked"):
+        if validate_ids not in ("drop", "checked"):
             raise ConfigError(
-                f"validate_ids={validate_ids!r}; allowed: checked, unchecked; next: correct the "
-                "setting"
+                f"validate_ids={validate_ids!r}; allowed: drop, checked; next: correct the setting"
             )
         self.num_experts = num_experts
         self.num_local_experts = num_experts // ep_size
@@ -104,32 +111,61 @@ class CollectiveTransport:
         self._ep_size = ep_size
         self._checked = validate_ids == "checked"
         self._timeout_s = timeout_s
+        self._operators = operators
+        self._has_hccl = group is not None and "npu:" in dist.get_backend_config(group)
         self._sequence = 0
         require_equal(group, "transport", {"num_experts": num_experts}, timeout_s)
 
     def dispatch(self, batch: TokenBatch) -> tuple[Tensor, Tensor, DispatchHandle]:
         """See Transport. COLLECTIVE. Raises ConfigError, RankDisagreement or PeerLost."""
         self._sequence += 1
-        problem = self._problem(batch)
+        problem = _shape_problem(batch)
+        counts = torch.zeros(self.num_experts, dtype=torch.int64)
         if problem is None:
-            batch, dropped = clean_ids(batch, self.num_experts)
-            self.dropped_slots += int(dropped)
-            slots = sort_slots(batch.topk_ids, self.num_experts)
-            counts = slots.counts
-        else:
-            counts = torch.zeros(self.num_experts, dtype=torch.int64)
+            given = batch.topk_ids
+            batch, changed = clean_ids(batch, self.num_experts)
+            routed = route_rows(
+                batch.hidden_states, batch.topk_ids, self.num_experts, self._operators
+            )
+            # The one wait: everything the host has to know, in one copy.
+            known = torch.cat([routed.counts, changed.reshape(1)]).cpu()
+            counts, dropped = known[:-1], int(known[-1])
+            if dropped and self._checked:
+                found = check_ids(given, self.num_experts)
+                problem = ConfigError(found.sentence(self.num_experts))
+                counts = torch.zeros_like(counts)
+            self.dropped_slots += dropped
         recv_counts = self._exchange_counts(batch, counts, problem)
         send_rows = counts.view(self._ep_size, -1).sum(dim=1).tolist()
         recv_rows = recv_counts.sum(dim=1).tolist()
-        topk = max(1, batch.topk_ids.shape[1])
-        rows = batch.hidden_states.index_select(0, slots.pairs // topk)
-        received = self._exchange_rows(rows, recv_rows, send_rows, "dispatch")
-        # Received: by source rank, then local expert. Wanted: by local expert, then source rank.
+        sent = routed.rows[: sum(send_rows)]
+        received = self._exchange_rows(sent, recv_rows, send_rows, "dispatch")
+        order, back, per_expert = self._orders(recv_counts, received.device)
+        handle = _CollectiveHandle(batch, routed.places, back, send_rows, recv_rows)
+        return received.index_select(0, order), per_expert, handle
+
+    def _orders(
+        self, recv_counts: Tensor, device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(order, its inverse, rows of each local expert), int64, the first two on `device`.
+
+        Received: by source rank, then local expert. Wanted: by local expert, then source rank.
+        """
         experts = torch.arange(self.num_local_experts).repeat(self._ep_size)
         labels = experts.repeat_interleave(recv_counts.flatten())
-        order = torch.argsort(labels, stable=True).to(received.device)
-        handle = _CollectiveHandle(batch, slots.pairs, order, send_rows, recv_rows)
-        return received.index_select(0, order), recv_counts.sum(dim=0), handle
+        order = torch.argsort(labels, stable=True)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        per_expert = recv_counts.sum(dim=0)
+        if device.type == "cpu":
+            return order, back, per_expert
+        # One copy that the host does not wait for; the allocator of pinned memory keeps it until
+        # then.
+        packed = torch.cat([order, back, per_expert]).pin_memory().to(device, non_blocking=True)
+        on_device = packed.split([len(order), len(order), self.num_local_experts])
+        if not self._operators.grouped_matmul:
+            return on_device[0], on_device[1], per_expert
+        return on_device
 
     def combine(self, expert_out: Tensor, handle: DispatchHandle) -> Tensor:
         """See Transport. COLLECTIVE. Raises PeerLost."""
@@ -138,37 +174,15 @@ class CollectiveTransport:
                 f"combine: handle of type {type(handle).__name__}; allowed: the one this "
                 "transport's dispatch returned; next: pair dispatch and combine of one transport"
             )
-        back = torch.empty_like(expert_out)
-        back[handle.order] = expert_out
-        rows = self._exchange_rows(back, handle.send_rows, handle.recv_rows, "combine")
         batch = handle.batch
-        num_tokens, topk = batch.topk_ids.shape
-        slot_outputs = rows.new_zeros(num_tokens * topk, expert_out.shape[1])
-        slot_outputs[handle.pairs] = rows
-        return weighted_sum(
-            slot_outputs.view(num_tokens, topk, expert_out.shape[1]),
-            batch.topk_ids,
-            batch.topk_weights,
-        )
-
-    def _problem(self, batch: TokenBatch) -> Exception | None:
-        """Why this rank's batch cannot be sent; found without talking to anybody."""
-        hidden, ids, weights = batch.hidden_states, batch.topk_ids, batch.topk_weights
-        if (
-            hidden.dim() != 2
-            or ids.dim() != 2
-            or ids.shape != weights.shape
-            or ids.shape[0] != hidden.shape[0]
-            or hidden.dtype not in _DTYPES
-            or ids.dtype not in (torch.int32, torch.int64)
-        ):
-            return ConfigError(
-                f"dispatch: hidden_states {list(hidden.shape)} {hidden.dtype}, topk_ids "
-                f"{list(ids.shape)} {ids.dtype}, topk_weights {list(weights.shape)}; allowed: [T, "
-                "H] float, [T, K] int32 or int64, [T, K]; next: pass tensors of these shapes"
-            )
-        found = check_ids(ids, self.num_experts) if self._checked else None
-        return ConfigError(found.sentence(self.num_experts)) if found else None
+        rows = expert_out.new_empty(batch.topk_ids.numel(), expert_out.shape[1])
+        used = sum(handle.send_rows)
+        rows[used:].zero_()  # unused slots
+        self._exchange_rows(
+            expert_out.index_select(0, handle.back), handle.send_rows, handle.recv_rows, "combine",
+            into=rows[:used],
+        )  # fmt: skip
+        return sum_rows(rows, handle.places, batch.topk_ids, batch.topk_weights, self._operators)
 
     def _exchange_counts(
         self, batch: TokenBatch, counts: Tensor, problem: Exception | None
@@ -212,15 +226,25 @@ class CollectiveTransport:
                 )
 
     def _exchange_rows(
-        self, rows: Tensor, recv_rows: list[int], send_rows: list[int], what: str
+        self,
+        rows: Tensor,
+        recv_rows: list[int],
+        send_rows: list[int],
+        what: str,
+        into: Tensor | None = None,
     ) -> Tensor:
+        """All-to-all of rows; the result is new memory, or `into` of as many rows."""
         if self._group is None:
-            return rows
-        # The group is only known to accept CPU tensors; other devices' rows pass through the host.
-        send = rows.contiguous().cpu()
-        received = send.new_empty(sum(recv_rows), rows.shape[1])
-        self._all_to_all(received, send, recv_rows, send_rows, f"{what} {self._sequence}")
-        return received.to(rows.device)
+            return rows if into is None else into.copy_(rows)
+        if rows.device.type != "cpu" and not self._has_hccl:
+            # The group only accepts CPU tensors.
+            host = self._exchange_rows(rows.cpu(), recv_rows, send_rows, what)
+            return host.to(rows.device) if into is None else into.copy_(host)
+        if into is None:
+            into = rows.new_empty(sum(recv_rows), rows.shape[1])
+        label = f"{what} {self._sequence}"
+        self._all_to_all(into, rows.contiguous(), recv_rows, send_rows, label)
+        return into
 
     def _all_to_all(
         self,
@@ -232,6 +256,10 @@ class CollectiveTransport:
     ) -> None:
         group = self._group
         assert group is not None
+        if send.device.type != "cpu":
+            # Queued on the current stream like any operator; waiting for it is the reader's affair.
+            dist.all_to_all_single(received, send, recv_rows, send_rows, group=group)
+            return
         run_work(
             lambda: dist.all_to_all_single(
                 received, send, recv_rows, send_rows, group=group, async_op=True
@@ -240,3 +268,22 @@ class CollectiveTransport:
             what,
             self._timeout_s,
         )
+
+
+def _shape_problem(batch: TokenBatch) -> Exception | None:
+    """Why this rank's batch cannot be sent, by shapes and types."""
+    hidden, ids, weights = batch.hidden_states, batch.topk_ids, batch.topk_weights
+    if (
+        hidden.dim() != 2
+        or ids.dim() != 2
+        or ids.shape != weights.shape
+        or ids.shape[0] != hidden.shape[0]
+        or hidden.dtype not in _DTYPES
+        or ids.dtype not in (torch.int32, torch.int64)
+    ):
+        return ConfigError(
+            f"dispatch: hidden_states {list(hidden.shape)} {hidden.dtype}, topk_ids "
+            f"{list(ids.shape)} {ids.dtype}, topk_weights {list(weights.shape)}; allowed: [T, "
+            "H] float, [T, K] int32 or int64, [T, K]; next: pass tensors of these shapes"
+        )
+    return None

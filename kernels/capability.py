@@ -10,14 +10,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from xmoe import env
 from xmoe.errors import ConfigError, LibraryError
-from xmoe.kernels.acl import chain, loader, toolkit, versions
+from xmoe.kernels.acl import chain, elf, loader, toolkit, versions
 from xmoe.kernels.acl.problems import Code, Problem
 from xmoe.kernels.acl.status import REPEAT_INITIALIZE
 from xmoe.kernels.acl.vendor import MegaMoeSymbols
@@ -227,6 +229,106 @@ def _from_error(error: LibraryError) -> Problem:
         if code in {c.value for c in Code}:
             return Problem(Code(code), rest)
     return Problem(Code.PROBE_FAILED, text)
+
+
+@dataclass(frozen=True)
+class NpuOperators:
+    """Which of torch_npu's operators the split path calls for npu tensors; none for others.
+
+    Found once, before any step. Torch operators do what a missing one would have done.
+
+    missing   (operator, why), by name, for reports
+    """
+
+    gating_top_k_softmax: bool = False
+    init_routing: bool = False
+    grouped_matmul: bool = False
+    grouped_matmul_nz: bool = False
+    swiglu: bool = False
+    token_unpermute: bool = False
+    dynamic_quant: bool = False
+    dequant_swiglu_quant: bool = False
+    missing: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def integers(self) -> bool:
+        """Whether experts with integer weights can run on these operators."""
+        return self.grouped_matmul_nz and self.dynamic_quant
+
+    def sentences(self) -> tuple[str, ...]:
+        """One line for each operator: what runs it, and why when it is not the device's own."""
+        reasons = dict(self.missing)
+        return tuple(
+            f"{name}: {operator}"
+            if getattr(self, name)
+            else f"{name}: torch operators, {reasons.get(name, 'for tensors of another device')}"
+            for name, (operator, _) in NPU_OPERATORS.items()
+        )
+
+
+# What torch_npu calls each, and the C functions that torch_npu 2.13 needs for it: one of them.
+# Source: op-plugin, op_plugin/ops/opapi.
+NPU_OPERATORS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "gating_top_k_softmax": ("npu_moe_gating_top_k_softmax", ("aclnnMoeGatingTopKSoftmax",)),
+    "init_routing": ("npu_moe_init_routing_v2", ("aclnnMoeInitRoutingV3",)),
+    "grouped_matmul": ("npu_grouped_matmul", ("aclnnGroupedMatmulV4",)),
+    "grouped_matmul_nz": ("npu_grouped_matmul", ("aclnnGroupedMatmulWeightNz",)),
+    "swiglu": ("npu_swiglu", ("aclnnSwiGlu",)),
+    "token_unpermute": ("npu_moe_token_unpermute", ("aclnnMoeTokenUnpermute",)),
+    "dynamic_quant": ("npu_dynamic_quant", ("aclnnDynamicQuantV2", "aclnnDynamicQuant")),
+    "dequant_swiglu_quant": (
+        "npu_dequant_swiglu_quant",
+        ("aclnnDequantSwigluQuantV2", "aclnnDequantSwigluQuant"),
+    ),
+}
+# Where it looks for them besides the vendor chain.
+_FRONT_ENDS = ("libopapi*.so", "libaclnn_*.so")
+
+
+def find_npu_operators(kit: toolkit.Toolkit) -> NpuOperators:
+    """Read the files of a toolkit and its vendor chain; loads nothing. Local.
+
+    When torch_npu is loaded, its own list of operators counts as well.
+    """
+    wanted = {name + end for _, names in NPU_OPERATORS.values() for name in names
+              for end in ("", "GetWorkspaceSize")}  # fmt: skip
+    defined = {name for path in _front_ends(kit) for name in elf.inspect(path, wanted).defined}
+    known = getattr(sys.modules["torch"].ops, "npu", None) if "torch_npu" in sys.modules else None
+    found: dict[str, bool] = {}
+    missing = []
+    for name, (operator, functions) in NPU_OPERATORS.items():
+        if not any({each, each + "GetWorkspaceSize"} <= defined for each in functions):
+            missing.append((name, f"no library of {kit.root} defines {' or '.join(functions)}"))
+        elif known is not None and not hasattr(known, operator):
+            missing.append((name, f"this torch_npu has no {operator}"))
+        else:
+            found[name] = True
+    return NpuOperators(**found, missing=tuple(missing))
+
+
+def _front_ends(kit: toolkit.Toolkit) -> Iterator[Path]:
+    yield from (vendor.library for vendor in kit.chain if vendor.library.exists())
+    for folder in kit.lib_dirs:
+        for pattern in _FRONT_ENDS:
+            yield from folder.glob(pattern)
+
+
+_npu_operators: list[NpuOperators] = []
+
+
+def npu_operators() -> NpuOperators:
+    """Those of this process' toolkit; the same answer at each call. Local.
+
+    Ask after torch_npu was imported. Never raises: without a toolkit all are missing.
+    """
+    with _states_lock:
+        if not _npu_operators:
+            try:
+                _npu_operators.append(find_npu_operators(toolkit.find_toolkit()))
+            except LibraryError as error:
+                missing = tuple((name, str(error)) for name in NPU_OPERATORS)
+                _npu_operators.append(NpuOperators(missing=missing))
+        return _npu_operators[0]
 
 
 @dataclass(frozen=True)

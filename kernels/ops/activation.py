@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xmoe.errors import ConfigError
+from xmoe.kernels.capability import NpuOperators
 
 # On CPU, torch splits elementwise work over threads from this many elements on.
 _SERIAL_ELEMENTS = 32768
@@ -25,6 +26,7 @@ _GATES: dict[str, Callable[[Tensor], Tensor]] = {
 # Field values of model configurations for the gate function of a gated MLP.
 _ALIASES = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 LAYOUTS = ("concatenated", "interleaved")
+_NO_OPERATORS = NpuOperators()
 
 
 def activation_name(name: str) -> str:
@@ -39,11 +41,17 @@ def activation_name(name: str) -> str:
     return canonical
 
 
+def is_plain_swiglu(activation: str, clamp: float | None, layout: str) -> bool:
+    """Whether it is silu(gate) * up of two halves, without a clamp."""
+    return activation_name(activation) == "swiglu" and not clamp and layout == "concatenated"
+
+
 def gated_activation(
     gate_up: Tensor,
     activation: str = "swiglu",
     clamp: float | None = None,
     layout: str = "concatenated",
+    operators: NpuOperators = _NO_OPERATORS,
 ) -> Tensor:
     """act(gate) * up for each row. Local.
 
@@ -54,11 +62,15 @@ def gated_activation(
     Args:
         gate_up: [R, 2I] model dtype.
         layout: "concatenated" (gate columns first) or "interleaved" (gate, up, gate, up, ...).
+        operators: npu_swiglu does the plain form; its documents leave rounding open.
 
     Returns:
         [R, I] in the type of `gate_up`.
     """
     function = _GATES[activation_name(activation)]
+    if operators.swiglu and is_plain_swiglu(activation, clamp, layout) and gate_up.numel():
+        fused: Tensor = torch.ops.npu.npu_swiglu(gate_up, -1)
+        return fused
     if layout == "concatenated":
         width = gate_up.shape[1] // 2
         gate, up = gate_up[:, :width], gate_up[:, width:]

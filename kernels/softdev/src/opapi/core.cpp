@@ -106,6 +106,23 @@ at::Scalar value_of(const aclScalar* scalar) {
   }
 }
 
+namespace {
+
+constexpr int64_t kBlockRows = 16, kBlockBytes = 32;
+
+std::vector<int64_t> blocks_of(const aclTensor& tensor, const at::TensorOptions& options) {
+  auto dims = tensor.view_dims;
+  const int64_t width = kBlockBytes / static_cast<int64_t>(options.dtype().itemsize());
+  TORCH_CHECK(dims.size() >= 2 && tensor.offset == 0 && dims[dims.size() - 2] % kBlockRows == 0 &&
+              dims.back() % width == 0, "FRACTAL_NZ of [", dims, "]: rows in 16s, columns in ", width, "s, no offset");
+  const int64_t rows = dims[dims.size() - 2], columns = dims.back();
+  dims.resize(dims.size() - 2);
+  dims.insert(dims.end(), {columns / width, rows / kBlockRows, kBlockRows, width});
+  return dims;
+}
+
+}  // namespace
+
 at::Tensor view_of(const aclTensor* tensor) {
   if (tensor == nullptr) return {};
   TORCH_CHECK(xsdTensorAlive(tensor) == 1, "tensor ", static_cast<const void*>(tensor), " is not alive");
@@ -115,6 +132,7 @@ at::Tensor view_of(const aclTensor* tensor) {
   }
   auto* start = static_cast<char*>(tensor->data) + tensor->offset * static_cast<int64_t>(options.dtype().itemsize());
   if (void* hold = xsdMemoryHold(start)) collecting()->handles.push_back(hold);
+  if (tensor->format == ACL_FORMAT_FRACTAL_NZ) return at::from_blob(start, blocks_of(*tensor, options), options);
   return at::from_blob(start, tensor->view_dims, tensor->strides, options);
 }
 

@@ -28,6 +28,7 @@ using OS = const std::optional<at::Scalar>&;        // aclScalar* that may be nu
 using IA = const std::vector<int64_t>&;             // aclIntArray*, empty when null
 using TL = const std::vector<at::Tensor>&;          // aclTensorList*, empty when null
 using D = const at::ScalarType&;                    // aclDataType
+using Text = const std::string&;                    // char*, empty when null, copied in phase one
 struct Resized {                                    // aclTensor* whose final shape the operator finds out
   aclTensor* raw;
   at::Tensor memory;  // as large as the largest result
@@ -35,6 +36,7 @@ struct Resized {                                    // aclTensor* whose final sh
 };
 using R = const Resized&;
 
+// FRACTAL_NZ: the blocks as they lie in memory, [..., N/C, K/16, 16, C] with C elements in 32 bytes.
 at::Tensor view_of(const aclTensor* tensor);
 at::Scalar value_of(const aclScalar* scalar);
 at::ScalarType type_of(aclDataType dtype);
@@ -75,6 +77,12 @@ struct Kind<D> {
   using Abi = aclDataType;
   using Held = at::ScalarType;
   static Held take(Abi value) { return type_of(value); }
+};
+template <>
+struct Kind<Text> {
+  using Abi = const char*;
+  using Held = std::string;
+  static Held take(Abi value) { return value == nullptr ? Held() : Held(value); }
 };
 template <>
 struct Kind<IA> {
