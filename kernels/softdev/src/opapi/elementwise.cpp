@@ -101,6 +101,7 @@ ACLNN(Clamp, (T self, OS low, OS high, T out), out.copy_(at::clamp(self, low, hi
 ACLNN(ClampMin, (T self, S low, T out), out.copy_(at::clamp_min(self, low)))
 ACLNN(ClampMax, (T self, S high, T out), out.copy_(at::clamp_max(self, high)))
 ACLNN(InplaceClampMax, (T self, S high), self.clamp_max_(high))
+ACLNN(NanToNum, (T self, float nan, float high, float low, T out), out.copy_(at::nan_to_num(self, nan, high, low)))
 ACLNN(Gelu, (T self, T out), out.copy_(at::gelu(self)))
 ACLNN(GeluV2, (T self, int64_t tanh, T out), out.copy_(at::gelu(self, tanh != 0 ? "tanh" : "none")))
 ACLNN(Softplus, (T self, S beta, S threshold, T out), out.copy_(at::softplus(self, beta, threshold)))
