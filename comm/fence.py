@@ -156,15 +156,18 @@ class LaunchFence:
         self._events[handle] = event
         self._last = (handle, event)
 
-    def wait_for_stream(self, handle: int) -> None:
+    def wait_for_stream(
+        self, handle: int, timeout_s: float | None = None, what: str = "the stream's last launch"
+    ) -> None:
         """Wait until the latest launch recorded on this stream is done. Local.
 
         Raises:
-            FenceTimeout: not done in time. AclError: it failed on the device.
+            FenceTimeout: not done in time, saying `what` was not. AclError: it failed on the
+                device.
         """
         event = self._events.get(handle)
         if event is not None:
-            wait_event(event, self.timeout_s, "the stream's last launch")
+            wait_event(event, self.timeout_s if timeout_s is None else timeout_s, what)
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Wait until every launch recorded so far is done. Local.
@@ -210,5 +213,5 @@ def wait_event(event: Event, timeout_s: float, what: str) -> None:
             raise
         raise FenceTimeout(
             f"{what}: not finished after {timeout_s:g} s; allowed: within the time limit; next: "
-            "check that all ranks launched, or raise fence_timeout_s"
+            "check that all ranks launched, or raise the time limit"
         ) from error

@@ -143,6 +143,19 @@ class MegaMoeCommResource:
         """
         return self._open().launch(stream, fn)
 
+    def wait(self, stream: Stream, timeout_s: float, what: str) -> None:
+        """Block the host until the latest launch on `stream` is done. Local.
+
+        Raises:
+            FenceTimeout: not done in time, saying `what` was not. AclError: it failed on the
+                device.
+        """
+        self._open().wait(stream, timeout_s, what)
+
+    def require_usable(self) -> None:
+        """Raise CommError when an earlier launch made the window unusable. Local; asks nobody."""
+        self._open().require_usable()
+
     def translate(self, error: Exception) -> Exception:
         """For an error met while waiting for a launch: remember that the window is unusable when
         the device said so, and give the error to raise (PeerLost when a peer is the cause).

@@ -203,10 +203,10 @@ class ResourceCore:
             )
 
     def launch(self, stream: Stream, fn: Callable[[Stream], T]) -> T:
-        self._refuse_if_over()
+        self.require_usable()
         with self._device.bind(), self.fence.acquire(stream) as lease:
             # Again, now that nobody can close or fail it in between.
-            self._refuse_if_over()
+            self.require_usable()
             try:
                 result = fn(stream)
             except AclError as error:
@@ -217,7 +217,12 @@ class ResourceCore:
             lease.record()
         return result
 
-    def _refuse_if_over(self) -> None:
+    def wait(self, stream: Stream, timeout_s: float, what: str) -> None:
+        with self._device.bind():
+            self.fence.wait_for_stream(stream.handle(), timeout_s, what)
+
+    def require_usable(self) -> None:
+        """Raise CommError when it failed before or is closing."""
         if self.failed is not None:
             raise CommError(
                 f"communication resource failed before ({self.failed}); allowed: no launch, its "

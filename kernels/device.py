@@ -94,6 +94,11 @@ class Device(Protocol):
 
     def current_stream(self) -> Stream: ...
 
+    def check(self) -> None:
+        """Raise the error of work on the current stream that is known to have failed. Does not
+        wait; asked once a step, since asking costs more than a launch.
+        """
+
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
@@ -147,6 +152,9 @@ class InlineDevice:
 
     def current_stream(self) -> Stream:
         return _InlineStream()
+
+    def check(self) -> None:
+        return None
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -312,6 +320,9 @@ class HostDevice:
                 with self.bind():
                     self._default = _HostStream(AclStream(self.runtime))
             return self._default
+
+    def check(self) -> None:
+        """Nothing to ask: every wait for work on CPU tensors reports its failure itself."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)

@@ -9,17 +9,19 @@ that waiting for it never ends.
 
 After one failed asynchronous launch torch_npu raises once and then silently drops later operators,
 whose results stay uninitialised. The first such failure therefore ends all use of the device in
-this process: every later call raises ProcessLost.
+this process: every later call raises ProcessLost. Whoever waits for a stream or an event hears of
+it, and so does the next reading of a handle, unless torch_npu told somebody else already; `check`
+finds that, and is asked once a step.
 
 Source: torch_npu 2.13.0, csrc/core/npu/NPUStream.cpp and NPUQueue.cpp.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -130,7 +132,6 @@ class _NpuStream:
             # A failed flush gives a null stream, which a C call would take for the default one.
             mark_lost("emptying the host queue gave no stream")
             require_usable()
-        self._device.check_stream(handle)
         return handle
 
     def wait_event(self, event: Event) -> None:
@@ -191,6 +192,31 @@ def _milliseconds(timeout_s: float) -> int:
     return max(0, min(int(timeout_s * 1000), (1 << 31) - 1))
 
 
+class _Bound(AbstractContextManager[None]):
+    """A device made current. A class, since every launch binds and a generator costs thrice that.
+
+    torch_npu's own context manager looks at more kinds of arguments, and initialises the device;
+    an NpuDevice has done that.
+    """
+
+    __slots__ = ("_former", "_index", "_native")
+
+    def __init__(self, native: Any, index: int) -> None:
+        self._native = native
+        self._index = index
+        self._former = index
+
+    def __enter__(self) -> None:
+        former = self._native._npu_getDeviceWithoutSet()
+        if former != self._index:
+            self._native._npu_setDevice(self._index)
+            self._former = former if former >= 0 else self._index
+
+    def __exit__(self, *_: object) -> None:
+        if self._former != self._index:
+            self._native._npu_maybeExchangeDevice(self._former)
+
+
 class NpuDevice:
     """Tensors, streams and memory of torch_npu over the CANN it was loaded with.
 
@@ -229,10 +255,19 @@ class NpuDevice:
             if raw is not None
             else (lambda: int(self._npu.current_stream(index).npu_stream))
         )
+        names = ("_npu_getDeviceWithoutSet", "_npu_setDevice", "_npu_maybeExchangeDevice")
+        native = self._module._C
+        self._native = native if all(hasattr(native, name) for name in names) else None
         self._closed = False
 
-    def check_stream(self, handle: int) -> None:
-        """Has work on this stream failed? Catches what torch_npu told somebody else already."""
+    def check(self) -> None:
+        """See Device. Catches what torch_npu told somebody else already, and then no more.
+
+        Raises:
+            AclError: work on the current stream failed; the process is lost from now on.
+            ProcessLost: that was known before.
+        """
+        handle = self.current_stream().handle()
         acl, ffi = self.runtime.acl, self.runtime.ffi
         if acl.has("aclrtStreamQuery"):
             status = ffi.new("int32_t*")
@@ -242,11 +277,12 @@ class NpuDevice:
                 "aclrtStreamQuery",
             )
 
-    @contextlib.contextmanager
-    def bind(self) -> Iterator[None]:
+    def bind(self) -> AbstractContextManager[None]:
         """See Device."""
-        with self._npu.device(self.index):
-            yield
+        if self._native is None:
+            bound: AbstractContextManager[None] = self._npu.device(self.index)
+            return bound
+        return _Bound(self._native, self.index)
 
     def create_stream(self) -> Stream:
         require_usable()
@@ -302,6 +338,23 @@ def on_current_stream(device: Device) -> Device:
     """For an executor whose work must follow the torch operators before it, without a wait between
     two streams."""
     return cast(Device, _OnCurrentStream(device))
+
+
+def make_current(stream: Stream) -> AbstractContextManager[None]:
+    """torch's operators go onto `stream` inside. Nothing changes for one that follows the current
+    stream, or that is not torch_npu's."""
+    owned = stream.torch_stream() if isinstance(stream, _NpuStream) else None
+    if owned is None:
+        return nullcontext()
+    made: AbstractContextManager[None] = torch_npu().npu.stream(owned)
+    return made
+
+
+def used_on_current_stream(tensor: Tensor) -> None:
+    """Tell the caching allocator that the current stream uses memory of another one. No effect for
+    a CPU tensor."""
+    if tensor.device.type == "npu":
+        tensor.record_stream(torch_npu().npu.current_stream(tensor.device))
 
 
 def _load() -> Runtime:

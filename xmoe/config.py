@@ -47,7 +47,7 @@ class XmoeConfig:
     profile: str | None = None
     abi_variant: str | None = None
     reuse_executor: bool = False
-    validate_ids: str = "checked"
+    validate_ids: str = "drop"
     fence_timeout_s: float = 60.0
     step_timeout_s: float = 120.0
     split_streams: str = "serial"

@@ -199,9 +199,10 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "XMOE_VALIDATE_IDS",
-        "checked: expert ids are tested for range and duplicates before each launch",
-        choice("checked", "unchecked"),
-        "checked",
+        "expert ids that are out of range or repeated in their row. drop: left out, and counted on "
+        "the device. checked: an error on all ranks, for a host read and a collective a layer call",
+        choice("drop", "checked"),
+        "drop",
         "validate_ids",
     ),
     Variable(

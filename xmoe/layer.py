@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One MoE layer on both paths, as items of the shared executor.
+"""One MoE layer on both paths.
 
-MegaMoe is one compute phase on its resource's channel; FusedMoE is recv (dispatch), compute
-(grouped product) and send (combine). Which of the two runs comes from the runner's decision alone.
+MegaMoe is one launch in stream order (`xmoe.fused`); FusedMoE is `xmoe.split`. Which of the two runs
+comes from the runner's decision alone.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from xmoe.comm.agree import agree_success
-from xmoe.comm.resource import MegaMoeCommResource
-from xmoe.comm.transport import CollectiveTransport
 from xmoe.config import XmoeConfig
 from xmoe.errors import ConfigError
-from xmoe.executor import Phase, PhaseContext, PhaseKind, StreamExecutor, WorkItem, prefetch
-from xmoe.kernels.ops.fused_moe import expert_mlp
+from xmoe.fused import FusedStep
+from xmoe.kernels.ops.fused_moe import SplitExperts
 from xmoe.kernels.ops.mega_moe import MegaMoe
-from xmoe.kernels.ops.routing import check_ids, clean_ids, pad_batch, unpad
-from xmoe.multistream import StreamMode
+from xmoe.kernels.ops.routing import check_ids
 from xmoe.policy.decision import Decision
+from xmoe.split import SplitPath
 from xmoe.types import ExpertWeights, MoeShape, Path, TokenBatch
 
 
@@ -33,11 +31,28 @@ class MoeLayer(Protocol):
     """The routed experts of one layer, over all ranks of the group.
 
     hidden_states [T, H] model dtype, topk_ids [T, K] int32 or int64 global ids (-1 = slot unused),
-    topk_weights [T, K] float -> [T, H] in the dtype and of the length of the input, memory of its
-    own. T may be 0 and may differ between ranks. The shared expert is not included. COLLECTIVE.
+    topk_weights [T, K] float -> [T, H] in the dtype and of the length of the input. T may be 0 and
+    may differ between ranks. The shared expert is not included. COLLECTIVE.
+
+    out: [T, H], contiguous, in the input's dtype and on its device: written and returned. Without
+    it the result is memory of its own, the only allocation of a fused call.
+
+    On npu tensors the result of a fused call is ready in the order of the caller's current stream,
+    and the host waits for nothing; on CPU tensors it is ready on return.
+
+    Ids that are out of range or repeated in their row count as unused; `MoeRunner.stats` says how
+    many there were. With validate_ids "checked" they are an error on all ranks instead, found by a
+    host read and a collective in each call. A batch of another shape or type than announced is a
+    ConfigError on this rank; its peers' fused call goes on without its tokens.
     """
 
-    def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor: ...
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +60,7 @@ class Shared:
     """What all layers of one runner have in common.
 
     counts: from this rank's token count to all ranks' (collective outside of a step).
-    launches: layer calls so far by path. resource: None when the decision is FusedMoE.
+    launches: layer calls so far by path. fused: None when the decision is FusedMoE.
     """
 
     shape: MoeShape
@@ -55,23 +70,31 @@ class Shared:
     decision: Decision
     counts: Callable[[int], tuple[int, ...]]
     launches: dict[Path, int]
-    executor: StreamExecutor
-    transport: CollectiveTransport
-    resource: MegaMoeCommResource | None
+    split: SplitPath
+    fused: FusedStep | None
 
 
 class TwoPathLayer:
     """One MoE layer on both paths over the same weights; see MoeLayer."""
 
     def __init__(
-        self, shared: Shared, weights: ExpertWeights, index: int, fused: MegaMoe | None
+        self, shared: Shared, weights: ExpertWeights, index: int, op: MegaMoe | None
     ) -> None:
         self._shared = shared
         self._weights = weights
         self._index = index
-        self._fused = fused
+        self._op = op
+        self._experts: SplitExperts | None = None
+        if op is None:
+            self._split_experts()
 
-    def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor:
         shared = self._shared
         batch = TokenBatch(hidden_states, topk_ids, topk_weights)
         num_tokens = hidden_states.shape[0] if hidden_states.dim() else 0
@@ -79,137 +102,72 @@ class TwoPathLayer:
         step = shared.decision.for_step(counts)
         shared.launches[step.path] += 1
         if step.path is Path.MEGA_MOE:
-            announced = counts[shared.rank]
-            return self._run_fused(self._prepared(batch, announced), step.rows_per_rank)
-        return self._run_split(batch, counts)
+            return self._run_fused(batch, counts[shared.rank], step.rows_per_rank, out)
+        output = shared.split.run(self._split_experts(), batch, counts, self._index)
+        return output if out is None else out.copy_(output)
 
-    def _prepared(self, batch: TokenBatch, announced: int) -> TokenBatch:
-        """The batch in the operator's types, or one error on all ranks before anything is
-        launched.
-        """
-        shared = self._shared
+    def _run_fused(
+        self, batch: TokenBatch, announced: int, rows: int, out: Tensor | None
+    ) -> Tensor:
+        shared, fused, op, index = self._shared, self._shared.fused, self._op, self._index
+        assert fused is not None and op is not None
         device = self._weights.gate_up.device
-        problem = _problem(batch, shared.shape, announced, device, shared.config.validate_ids)
+        problem = _problem(batch, out, shared.shape, announced, device)
         if shared.config.validate_ids == "checked":
-            what = f"layer {self._index}, before the launch"
+            if problem is None and (found := check_ids(batch.topk_ids, shared.shape.num_experts)):
+                problem = ConfigError(found.sentence(shared.shape.num_experts))
+            what = f"layer {index}, before the launch"
             agree_success(shared.group, what, problem, shared.config.step_timeout_s)
         elif problem is not None:
+            # The peers launch, and a launch without this rank would never end.
+            fused.run(op, None, rows, None, index)
             raise problem
-        return clean_ids(batch, shared.shape.num_experts)[0]
+        if out is None:
+            out = torch.empty_like(batch.hidden_states, memory_format=torch.contiguous_format)
+        fused.run(op, batch, rows, out, index)
+        return out
 
-    def _run_fused(self, batch: TokenBatch, rows: int) -> Tensor:
-        """MegaMoe as one compute phase on its resource's channel."""
-        shared, fused, resource = self._shared, self._fused, self._shared.resource
-        assert fused is not None and resource is not None
-        padded = pad_batch(batch, rows, shared.config.padding, num_experts=shared.shape.num_experts)
-
-        def compute(context: PhaseContext) -> None:
-            launch = resource.launch(
-                context.stream, lambda stream: fused.launch(padded.batch, stream, padded.mask)
-            )
-            context.own(launch)
-            context.values["output"] = launch.hidden_states
-
-        phase = Phase(PhaseKind.COMPUTE, resource.channel, compute)
-        ticket = shared.executor.submit(WorkItem("mega_moe", self._index, (phase,)))
-        output: Tensor = ticket.result()["output"]
-        return unpad(output, padded)
-
-    def _run_split(self, batch: TokenBatch, counts: tuple[int, ...]) -> Tensor:
-        """FusedMoE in one item, or, with overlap, in chunks of it.
-
-        The number of chunks comes from all ranks' counts, so it is the same everywhere; a rank
-        whose chunk is empty dispatches it all the same.
-        """
-        shared = self._shared
-        if shared.executor.options.mode is not StreamMode.OVERLAP:
-            ticket = shared.executor.submit(self._split_item(batch))
-            output: Tensor = ticket.result()["output"]
-            return output
-        chunks = -(-max(counts) // shared.config.split_chunk_tokens)
-        items = [self._split_item(part) for part in _chunks(batch, max(1, chunks))]
-        tickets = prefetch(shared.executor, items)
-        outputs = [ticket.result()["output"] for ticket in tickets]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def _split_item(self, batch: TokenBatch) -> WorkItem:
-        """Recv (dispatch), compute (grouped product) and send (combine)."""
-        shared, shape, transport = self._shared, self._shared.shape, self._shared.transport
-
-        def recv(context: PhaseContext) -> None:
-            context.values["received"] = transport.dispatch(batch)
-
-        def compute(context: PhaseContext) -> None:
-            tokens, counts, handle = context.values.pop("received")
-            expert_out = expert_mlp(
-                tokens,
-                counts.tolist(),
-                self._weights,
-                activation=shape.activation,
-                clamp=shape.activation_clamp,
-                layout=shape.gate_up_layout,
-                deterministic=shared.config.deterministic,
-            )
-            context.values["computed"] = (expert_out, handle)
-
-        def send(context: PhaseContext) -> None:
-            context.values["output"] = transport.combine(*context.values.pop("computed"))
-
-        phases = (
-            Phase(PhaseKind.RECV, "fused_moe", recv),
-            Phase(PhaseKind.COMPUTE, "experts", compute),
-            Phase(PhaseKind.SEND, "fused_moe", send),
-        )
-        return WorkItem("fused_moe", self._index, phases)
-
-
-def _chunks(batch: TokenBatch, count: int) -> list[TokenBatch]:
-    """`count` parts of the rows, as even as possible, some maybe empty."""
-    hidden, ids, weights = batch.hidden_states, batch.topk_ids, batch.topk_weights
-    if min(hidden.dim(), ids.dim(), weights.dim()) < 1:
-        return [batch] * count  # no batch at all: dispatch refuses it, on every rank
-    edges = [hidden.shape[0] * n // count for n in range(count + 1)]
-    edges[-1] = max(hidden.shape[0], ids.shape[0], weights.shape[0])  # lets a mismatch show
-    return [
-        TokenBatch(hidden[a:b], ids[a:b], weights[a:b])
-        for a, b in zip(edges, edges[1:], strict=False)
-    ]
+    def _split_experts(self) -> SplitExperts:
+        """Made with the layer when the decision is FusedMoE, else for the first step that needs it:
+        what a device cannot do on the path that never runs is no reason to refuse."""
+        if self._experts is None:
+            self._experts = self._shared.split.experts(self._weights)
+        return self._experts
 
 
 def _problem(
-    batch: TokenBatch,
-    shape: MoeShape,
-    announced: int,
-    device: torch.device,
-    validate_ids: str,
+    batch: TokenBatch, out: Tensor | None, shape: MoeShape, announced: int, device: torch.device
 ) -> Exception | None:
-    """Why this rank's batch can't be launched; found without talking to anybody."""
+    """Why this rank's batch can't be launched; found without talking to anybody, or to a device."""
     hidden, ids, weights = batch.hidden_states, batch.topk_ids, batch.topk_weights
-    fits = (
-        tuple(hidden.shape) == (announced, shape.hidden)
-        and tuple(ids.shape) == (announced, shape.topk)
-        and ids.shape == weights.shape
-        and str(hidden.dtype) == f"torch.{shape.dtype}"
-        and not ids.dtype.is_floating_point
-        and weights.dtype.is_floating_point
-    )
-    if {hidden.device, ids.device, weights.device} != {device}:
+    if not hidden.device == ids.device == weights.device == device:
         return ConfigError(
             f"hidden_states on {hidden.device}, topk_ids on {ids.device}, topk_weights on "
             f"{weights.device}; allowed: {device}, where the expert weights are; next: move them"
         )
-    if not fits:
+    if not (
+        hidden.shape == (announced, shape.hidden)
+        and ids.shape == weights.shape == (announced, shape.topk)
+        and hidden.dtype is getattr(torch, shape.dtype)
+        and (ids.dtype is torch.int64 or ids.dtype is torch.int32)
+        and weights.dtype.is_floating_point
+    ):
         return ConfigError(
             f"hidden_states {list(hidden.shape)} {hidden.dtype}, topk_ids {list(ids.shape)} "
-            f"{ids.dtype}, "
-            f"topk_weights {list(weights.shape)} {weights.dtype}; allowed: [{announced}, "
-            f"{shape.hidden}] "
-            f"{shape.dtype}, [{announced}, {shape.topk}] integer, [{announced}, {shape.topk}] "
-            "float "
-            f"({announced} tokens were announced for this step); next: correct the engine's batch"
+            f"{ids.dtype}, topk_weights {list(weights.shape)} {weights.dtype}; allowed: "
+            f"[{announced}, {shape.hidden}] {shape.dtype}, [{announced}, {shape.topk}] int32 or "
+            f"int64, [{announced}, {shape.topk}] float ({announced} tokens were announced for this "
+            "step); next: correct the engine's batch"
         )
-    if validate_ids == "checked":
-        found = check_ids(ids, shape.num_experts)
-        if found:
-            return ConfigError(found.sentence(shape.num_experts))
+    if out is not None and not (
+        out.shape == hidden.shape
+        and out.dtype is hidden.dtype
+        and out.device == device
+        and out.is_contiguous()
+    ):
+        return ConfigError(
+            f"out is {list(out.shape)} {out.dtype} on {out.device} with strides "
+            f"{list(out.stride())}; allowed: {list(hidden.shape)} {hidden.dtype} on {device}, "
+            "contiguous; next: make it with torch.empty_like(hidden_states)"
+        )
     return None

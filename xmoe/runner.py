@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one place where policy, communication and kernels meet.
 
-    facts of all ranks -> one Decision -> communication resource -> executor -> layers
+    facts of all ranks -> one Decision -> communication resource -> executor, launch rows -> layers
 
 A MoeRunner serves all MoE layers of one model on one EP group. The path is decided once, before
 the first collective of any layer; a step may leave it only by a rule that looks at numbers equal
@@ -11,9 +11,11 @@ on every rank. Nothing falls back after a launch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import replace
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -37,10 +39,11 @@ from xmoe.executor import (
     StreamExecutor,
 )
 from xmoe.facts import facts_of
+from xmoe.fused import FusedStep
 from xmoe.kernels.acl.loader import load
 from xmoe.kernels.acl.quant_modes import quant_mode
 from xmoe.kernels.acl.toolkit import find_toolkit
-from xmoe.kernels.capability import Capability, probe
+from xmoe.kernels.capability import Capability, NpuOperators, npu_operators, probe
 from xmoe.kernels.device import Device, HostDevice, InlineDevice
 from xmoe.kernels.ops.mega_moe import MegaMoe
 from xmoe.kernels.ops.quant import check_experts
@@ -51,7 +54,25 @@ from xmoe.policy.decision import Decision
 from xmoe.policy.facts import merge_facts
 from xmoe.policy.profiles import profile_named
 from xmoe.policy.select import select
+from xmoe.split import SplitPath
+from xmoe.startup import check_vendor_chain
 from xmoe.types import ExpertWeights, Mode, MoeShape, Path
+
+T = TypeVar("T")
+# What making a device's streams, events and memory can fail with.
+_DEVICE_FAILURES = (XmoeError, OSError, RuntimeError, MemoryError)
+
+
+@dataclass(frozen=True)
+class RunnerStats:
+    """What a runner did so far.
+
+    launches: layer calls by path. dropped_ids: expert ids of this rank that were out of range or
+    repeated in their row, and so left out.
+    """
+
+    launches: Mapping[Path, int]
+    dropped_ids: int
 
 
 class MoeRunner:
@@ -79,6 +100,8 @@ class MoeRunner:
         self.capability = capability
         self.launches = dict.fromkeys(Path, 0)
         self._group = group
+        self._fused: FusedStep | None = None
+        self._dropped_reported = 0
         self._sequence = 0
         self._counts: tuple[int, ...] | None = None
         self._closers = contextlib.ExitStack()
@@ -111,16 +134,22 @@ class MoeRunner:
             UnsupportedError: mode on and a check rejects; the same on every rank, nothing was
             built. ConfigError, CommError, LibraryError, AclError: on every rank.
         """
-        config = XmoeConfig.resolve() if config is None else config
+        error: XmoeError | None = None
+        try:
+            config = XmoeConfig.resolve() if config is None else config
+        except XmoeError as caught:  # a bad variable of this rank's environment
+            error = caught
+        # With the default limit: a rank without settings has no other.
+        agree_success(group, "settings", error)
+        assert config is not None
         timeout_s = config.step_timeout_s
         require_equal(group, "MoeRunner", {"shape": shape, "settings": config.digest()}, timeout_s)
-        capability = Capability()
-        if config.mode is not Mode.OFF:
-            capability = probe(abi_variant=config.abi_variant)
-        own, error = None, None
+        capability, own = Capability(), None
         try:
+            if config.mode is not Mode.OFF:
+                capability = probe(abi_variant=config.abi_variant)
             own = facts_of(config, capability, group_size(group))
-        except XmoeError as caught:  # a bad variable of this rank's environment
+        except XmoeError as caught:
             error = caught
         agree_success(group, "facts", error, timeout_s)
         assert own is not None
@@ -136,23 +165,37 @@ class MoeRunner:
             raise
         return runner
 
+    def _agreed(self, what: str, make: Callable[[], T]) -> T:
+        """What `make` gives, if it went well on all ranks; else one error on all. COLLECTIVE."""
+        error: Exception | None = None
+        made: list[T] = []
+        try:
+            made.append(make())
+        except _DEVICE_FAILURES as caught:
+            error = caught
+        agree_success(self._group, what, error, self.config.step_timeout_s)
+        return made[0]
+
     def _build(self, device: RuntimeDevice | torch.device | None, role: str) -> None:
         config = self.config
+        self._operators = _operators_of(device)
         self._transport = CollectiveTransport(
             self._group,
             self.shape.num_experts,
             validate_ids=config.validate_ids,
             timeout_s=config.step_timeout_s,
+            operators=self._operators,
         )
         self._resource: MegaMoeCommResource | None = None
         if self.decision.path is not Path.MEGA_MOE:
-            inline: Device = InlineDevice()
+            self._device: Device = InlineDevice()
             if not _is_cpu(device):
-                inline = self._open_device(device)
-            executor = StreamExecutor(*_split_executor_on(inline, config))
-            self._executor = self._closers.enter_context(executor)
+                self._device = self._open_device(device)
+            self._executor = self._make_executor(lambda: _split_executor_on(self._device, config))
             return
-        device = self._open_device(device)
+        # All ranks must call the same operator: equal versions may be different builds.
+        check_vendor_chain(self._group, found=self.capability, timeout_s=config.step_timeout_s)
+        self._device = self._runtime_device = self._open_device(device)
         assert self.decision.profile is not None
         profile = profile_named(self.decision.profile)
         spec = ResourceSpec(
@@ -166,29 +209,40 @@ class MoeRunner:
             fence_timeout_s=config.fence_timeout_s,
             step_timeout_s=config.step_timeout_s,
         )
-        resource = MegaMoeCommResource.acquire(self._group, device, spec)
+        resource = MegaMoeCommResource.acquire(self._group, self._device, spec)
         self._resource = self._closers.enter_context(resource)
-        self._device = device
-        executor = StreamExecutor(
-            *_executor_on(device, config.step_timeout_s), translate=resource.translate
-        )
-        # Closed in reverse: executor (drains), layers' descriptors, resource, device.
+        # Closed in reverse: launches (drained), executor, layers' descriptors, resource, device.
         self._closers.enter_context(self._layers)
-        self._executor = self._closers.enter_context(executor)
+        self._executor = self._make_executor(
+            lambda: _executor_on(self._device, config.step_timeout_s), resource.translate
+        )
+        self._fused = self._agreed(
+            "launch rows", lambda: FusedStep(self.shape, config, self._device, resource)
+        )
+        self._closers.callback(self._fused.close)
+
+    def _make_executor(
+        self,
+        where: Callable[[], tuple[Device, ExecutorOptions]],
+        translate: Callable[[Exception], Exception] | None = None,
+    ) -> StreamExecutor:
+        def make() -> StreamExecutor:
+            executor = StreamExecutor(*where(), translate=translate)
+            return self._closers.enter_context(executor)
+
+        return self._agreed("executor", make)
 
     def _open_device(self, device: RuntimeDevice | torch.device | None) -> RuntimeDevice:
         """The caller's device, or one of our own; all ranks learn of a rank that has none."""
-        error: Exception | None = None
-        if device is None or isinstance(device, torch.device):
-            wanted, device = device, None
-            try:
-                device = _adaptor(wanted)
-                self._closers.callback(device.close)
-            except (XmoeError, OSError, RuntimeError) as caught:
-                error = caught
-        agree_success(self._group, "device", error, self.config.step_timeout_s)
-        assert device is not None
-        return device
+
+        def make() -> RuntimeDevice:
+            if device is not None and not isinstance(device, torch.device):
+                return device
+            made = _adaptor(device)
+            self._closers.callback(made.close)
+            return made
+
+        return self._agreed("device", make)
 
     def layer(self, weights: ExpertWeights, index: int) -> MoeLayer:
         """A layer over this rank's experts, on the decided path. Local.
@@ -207,14 +261,15 @@ class MoeRunner:
         check_experts(weights)
         fused = None
         if self._resource is not None:
+            runtime = self._runtime_device.runtime
             with self._device.bind():
                 fused = MegaMoe(
-                    self._device.runtime,
+                    runtime,
                     self._resource.handle,
                     weights,
                     self.shape.num_experts,
                     self._resource.workspace,
-                    symbols=self._device.runtime.require_mega_moe(self.config.abi_variant),
+                    symbols=runtime.require_mega_moe(self.config.abi_variant),
                     activation=self.shape.activation,
                     activation_clamp=self.shape.activation_clamp,
                     reuse_executor=self.config.reuse_executor,
@@ -228,9 +283,15 @@ class MoeRunner:
             decision=self.decision,
             counts=self._counts_now,
             launches=self.launches,
-            executor=self._executor,
-            transport=self._transport,
-            resource=self._resource,
+            split=SplitPath(
+                shape=self.shape,
+                config=self.config,
+                device=self._device,
+                executor=self._executor,
+                transport=self._transport,
+                operators=self._operators,
+            ),
+            fused=self._fused,
         )
         return TwoPathLayer(shared, weights, index, fused)
 
@@ -238,12 +299,12 @@ class MoeRunner:
     def step(self, num_tokens: int) -> Iterator[tuple[int, ...]]:
         """One step of the engine: every layer call inside brings `num_tokens` rows. COLLECTIVE.
 
-        The token counts are exchanged once here instead of in every layer; with validate_ids
-        "checked" a fused layer still agrees on its ids before the launch. Yields all ranks' counts.
-        Every rank takes part in every step, with 0 when it has nothing.
+        The token counts are exchanged once here instead of in every layer. Yields all ranks'
+        counts. Every rank takes part in every step, with 0 when it has nothing.
 
         Raises:
-            RankDisagreement: a rank skipped a step; raised on every rank, naming it.
+            RankDisagreement: a rank skipped a step; raised on every rank, naming it. AclError,
+            ProcessLost, CommError: a rank's earlier launches failed; raised on every rank.
         """
         self._refuse_if_closed()
         self._counts = self._exchange(num_tokens)
@@ -252,14 +313,60 @@ class MoeRunner:
         finally:
             self._counts = None
 
+    def drain(self) -> None:
+        """Wait until all launches so far are done, and warn when ids were dropped. Local.
+
+        Raises:
+            AclError, PeerLost: a launch failed on the device. FenceTimeout.
+        """
+        self._refuse_if_closed()
+        self._report_dropped()
+
+    def stats(self) -> RunnerStats:
+        """What was done so far. Local; waits for the launches, since the device counts.
+
+        Raises:
+            As `drain`.
+        """
+        self._refuse_if_closed()
+        return self._stats()
+
+    def _stats(self) -> RunnerStats:
+        dropped = 0
+        if self.config.validate_ids == "drop":  # else they are an error of the call
+            dropped = self._transport.dropped_slots
+        if self._fused is not None:
+            dropped += self._fused.dropped()
+        return RunnerStats(dict(self.launches), dropped)
+
+    def _report_dropped(self) -> None:
+        found = self._stats().dropped_ids
+        new, self._dropped_reported = found - self._dropped_reported, found
+        if new:
+            warnings.warn(
+                f"{new} expert ids were out of range or repeated in their row on rank "
+                f"{group_rank(self._group)}, and were left out; allowed: distinct ids in [0, "
+                f"{self.shape.num_experts}), or -1; next: repair the router; "
+                'validate_ids="checked" names the first such row',
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
     def close(self) -> None:
         """Drain, then release layers, executor, communication resource and device. Twice is
-        harmless.
+        harmless. Warns as `drain` does.
 
         COLLECTIVE after a good run, local after a failure.
+
+        Raises:
+            AclError, PeerLost, FenceTimeout: a launch that nobody has waited for failed.
         """
+        if self._closed:
+            return
         self._closed = True
-        self._closers.close()
+        with self._closers:
+            if self._resource is None or self._resource.failed is None:
+                self._report_dropped()
 
     def __enter__(self) -> MoeRunner:
         return self
@@ -282,8 +389,15 @@ class MoeRunner:
 
     def _exchange(self, num_tokens: int) -> tuple[int, ...]:
         self._sequence += 1
+        error: Exception | None = None
+        try:
+            self._device.check()
+            if self._resource is not None:
+                self._resource.require_usable()
+        except XmoeError as caught:
+            error = caught
         return exchange_step(
-            self._group, num_tokens, self._sequence, timeout_s=self.config.step_timeout_s
+            self._group, num_tokens, self._sequence, error, self.config.step_timeout_s
         )
 
     def _counts_now(self, num_tokens: int) -> tuple[int, ...]:
@@ -301,6 +415,14 @@ class MoeRunner:
 
 def _is_cpu(device: RuntimeDevice | torch.device | None) -> bool:
     return device is None or (isinstance(device, torch.device) and device.type == "cpu")
+
+
+def _operators_of(device: RuntimeDevice | torch.device | None) -> NpuOperators:
+    """What the split path may call besides torch operators; looked up once a process."""
+    if device is None:
+        return NpuOperators()
+    where = device if isinstance(device, torch.device) else device.torch_device
+    return npu_operators() if where.type == "npu" else NpuOperators()
 
 
 def _adaptor(device: torch.device | None) -> RuntimeDevice:
@@ -327,18 +449,12 @@ def _executor_on(device: Device, timeout_s: float) -> tuple[Device, ExecutorOpti
 
 
 def _split_executor_on(device: Device, config: XmoeConfig) -> tuple[Device, ExecutorOptions]:
-    """The split path's executor: one stream, or three with a chunk ahead.
+    """The split path's executor: one stream, or three of its own with a chunk ahead.
 
-    Raises:
-        ConfigError: overlap with a framework's tensors; no two collectives of its group were ever
-            seen on two streams.
+    On npu tensors overlap relies on HCCL running a group's collectives in the order of issue
+    whatever stream they follow; seen on the software device only.
     """
     where, options = _executor_on(device, config.step_timeout_s)
     if config.split_streams == "serial":
         return where, options
-    if device.torch_device.type != "cpu":
-        raise ConfigError(
-            f"split_streams={config.split_streams!r} on {device.torch_device}; allowed: serial; "
-            "overlap is known for host tensors only; next: leave the setting out"
-        )
-    return where, replace(options, mode=StreamMode.OVERLAP, max_inflight=2)
+    return device, replace(options, mode=StreamMode.OVERLAP, max_inflight=2)

@@ -15,7 +15,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from xmoe.config import XmoeConfig
-from xmoe.errors import LibraryError
+from xmoe.errors import LibraryError, XmoeError
 from xmoe.kernels import capability
 from xmoe.kernels.acl.problems import REMEDIES, Code, Problem
 
@@ -117,6 +117,7 @@ def check_vendor_chain(
     *,
     device: str | None = None,
     abi_variant: str | None = None,
+    found: capability.Capability | None = None,
     timeout_s: float = 60.0,
 ) -> dict[str, Any]:
     """Raise unless MegaMoe can be used; the report otherwise. COLLECTIVE when a group is given.
@@ -127,18 +128,21 @@ def check_vendor_chain(
     Args:
         group: also agree over its ranks, which must accept CPU tensors.
         device, abi_variant: as `validate_vendor_chain`; equal on all ranks.
+        found: what this process has probed already; nothing is looked at again then.
         timeout_s: how long to wait for the other ranks.
 
     Raises:
         LibraryError: or a class of it; with a group the lowest failing rank's, the same text on
             every rank.
+        ConfigError: an argument or an environment variable is not acceptable; with a group, of
+            any rank, and on every rank.
         RankDisagreement: the ranks found different libraries or variants; on every rank.
     """
     error: Exception | None = None
     report: dict[str, Any] = {}
     try:
-        report = _check_once(device, abi_variant)
-    except LibraryError as caught:
+        report = _check_once(device, abi_variant) if found is None else _valid(found)
+    except XmoeError as caught:
         error = caught
     if group is None:
         if error is not None:
@@ -147,12 +151,12 @@ def check_vendor_chain(
     from xmoe.comm.agree import agree_success, require_equal
 
     agree_success(group, "vendor chain", error, timeout_s)
-    found = report["mega_moe"]
+    chosen = report["mega_moe"]
     equal = {
         "cann_version": report["toolkit"]["version"],
-        "operator_version": found["vendor_version"],
-        "abi_variant": found["abi_variant"],
-        "library_digest": _digest(found["origins"][0]["resolved_path"]),
+        "operator_version": chosen["vendor_version"],
+        "abi_variant": chosen["abi_variant"],
+        "library_digest": _digest(chosen["origins"][0]["resolved_path"]),
     }
     require_equal(group, "vendor chain", equal, timeout_s)
     return report
@@ -167,11 +171,16 @@ def _check_once(device: str | None, abi_variant: str | None) -> dict[str, Any]:
         key = (device, pinned, *capability.search_key())
         kept = _checked.get(key)
         if kept is None:
-            report = describe(capability.probe(device, abi_variant=pinned))
-            if report["verdict"] != "valid":
-                raise _error(report["problems"])
-            kept = _checked[key] = report
+            kept = _checked[key] = _valid(capability.probe(device, abi_variant=pinned))
         return copy.deepcopy(kept)
+
+
+def _valid(found: capability.Capability) -> dict[str, Any]:
+    """The report on a usable chain; the error of one that is not."""
+    report = describe(found)
+    if report["verdict"] != "valid":
+        raise _error(report["problems"])
+    return report
 
 
 def _error(problems: list[dict[str, str]]) -> LibraryError:

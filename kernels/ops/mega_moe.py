@@ -132,7 +132,13 @@ class MegaMoe:
         return self._plan
 
     def launch(
-        self, batch: TokenBatch, stream: Stream, mask: Tensor | None = None
+        self,
+        batch: TokenBatch,
+        stream: Stream,
+        mask: Tensor | None = None,
+        *,
+        output: Tensor | None = None,
+        counts: Tensor | None = None,
     ) -> MegaMoeLaunch:
         """Queue the operator on `stream` and return before it is done. COLLECTIVE.
 
@@ -143,7 +149,9 @@ class MegaMoe:
                 row, topk_weights [T, K] float32; contiguous, 32-byte aligned, unchanged until
                 completion.
             mask: int8 [T], 1 = live, at least one live row; None for all. The operator writes to
-                the ids when it has a mask, so it gets a copy of them.
+                the ids when it has a mask: pass ids that nobody else reads.
+            output: bf16 [T, H], counts: int32 [L]: what it writes; None makes new ones. Other
+                memory than the inputs', contiguous and 32-byte aligned.
 
         Raises:
             ConfigError: a tensor is not what the contract demands, or the weights are gone; nothing
@@ -155,10 +163,14 @@ class MegaMoe:
         if not self._fits(x, ids, weights, mask):
             self._explain(batch, mask)
         self._refuse_if_stale()
-        if mask is not None:
-            ids = ids.clone()
-        output = torch.empty_like(x)
-        counts = torch.empty_like(self._counts_like)
+        if output is None:
+            output = torch.empty_like(x)
+        elif output.dtype is not x.dtype or output.shape != x.shape or not output.is_contiguous():
+            _require("output", output, x.dtype, tuple(x.shape))
+        if counts is None:
+            counts = torch.empty_like(self._counts_like)
+        elif counts.dtype is not torch.int32 or counts.shape != (self._local,):
+            _require("counts", counts, torch.int32, (self._local,))
         handle = stream.handle()
         tokens, topk = ids.shape
         self._plan.step(
@@ -288,7 +300,7 @@ class MegaMoe:
         if num_tokens < 1:
             raise ConfigError(
                 "a launch of 0 rows; allowed: 1 or more, the same number on every rank; next: pad "
-                "the batch with pad_batch"
+                "the batch with LaunchRows"
             )
         if mask is not None:
             _require("mask", mask, torch.int8, (num_tokens,))

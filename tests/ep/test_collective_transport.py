@@ -152,9 +152,7 @@ def _bad_ids(rank, group, bad, checked):
         ids[3, 1] = bad
         ids[5] = -1
     mine = TokenBatch(batch.hidden_states, ids, batch.topk_weights)
-    transport = CollectiveTransport(
-        group, EXPERTS, validate_ids="checked" if checked else "unchecked"
-    )
+    transport = CollectiveTransport(group, EXPERTS, validate_ids="checked" if checked else "drop")
     _, weights = _full(torch.float32, 8)
     local = _local(weights, rank, 4)
     executor = StreamExecutor(InlineDevice())

@@ -10,11 +10,11 @@ import time
 import pytest
 import torch
 
-from support.mega_moe import HIDDEN, Rank, batch, check, experts
+from support.mega_moe import HIDDEN, Rank, batch, check, experts, padding_counts
 from support.ranks import run_ranks, values
 from xmoe.errors import AclError, CommError, ConfigError, WindowTooSmall, XmoeError
 from xmoe.kernels.ops.mega_moe import MegaMoe
-from xmoe.kernels.ops.routing import check_ids, padding_counts
+from xmoe.kernels.ops.routing import check_ids
 from xmoe.reference import tokens_per_expert
 from xmoe.types import ExpertWeights, FenceMode, TokenBatch
 
@@ -39,7 +39,7 @@ def test_values_and_counts(size, padding):
         assert y.shape == (n, HIDDEN) and y.dtype == torch.bfloat16
     check([y for y, _ in outs], batches, num_experts)
     counts = torch.cat([c for _, c in outs]).long()
-    counts -= padding_counts(tokens, max(tokens), topk, padding, num_experts=num_experts)
+    counts -= padding_counts(tokens, max(tokens), topk, padding, num_experts)
     ids = torch.cat([b.topk_ids for b in batches]).numpy()
     assert counts.tolist() == tokens_per_expert(ids, num_experts).tolist()
 

@@ -5,6 +5,8 @@ oracle.
 
 from __future__ import annotations
 
+import time
+import warnings
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from xmoe.config import XmoeConfig
-from xmoe.errors import UnsupportedError
+from xmoe.errors import ConfigError, UnsupportedError
 from xmoe.ranks import RankContext, RanksFailed, run_ranks
 from xmoe.reference import BF16_ROW_TOLERANCE, moe_reference, row_errors
 from xmoe.runner import MoeRunner
@@ -108,10 +110,12 @@ def test_too_many_tokens_are_one_error_on_all_ranks_in_on() -> None:
 
 
 @pytest.mark.parametrize("mode", ["on", "off"])
-def test_bad_ids_of_one_rank_are_one_error_on_all_ranks(mode: str) -> None:
+def test_checked_bad_ids_of_one_rank_are_one_error_on_all_ranks(mode: str) -> None:
     def bad(context: RankContext) -> None:
         group = context.init_process_group(DEADLINE_S)
-        config = XmoeConfig.from_mapping({"mode": mode, "step_timeout_s": DEADLINE_S})
+        config = XmoeConfig.from_mapping(
+            {"mode": mode, "step_timeout_s": DEADLINE_S, "validate_ids": "checked"}
+        )
         with MoeRunner.create(SHAPE, config, group=group) as runner:
             hidden, ids, weights = _batch(context.rank, 2)
             if context.rank == 1:
@@ -120,6 +124,70 @@ def test_bad_ids_of_one_rank_are_one_error_on_all_ranks(mode: str) -> None:
 
     with pytest.raises(RanksFailed, match=r"all ranks \[ConfigError\].*row 0, slot 1, id 8"):
         run_ranks(bad, 2, silence_s=DEADLINE_S)
+
+
+BAD_IDS = (8, -7, 2**31 - 1, 2**32 + 1, -(2**40))
+
+
+@pytest.mark.parametrize("padding", ["zero_weight", "mask"])
+@pytest.mark.parametrize("mode", ["on", "off"])
+def test_bad_ids_are_left_out_and_counted(mode: str, padding: str) -> None:
+    """The default: whatever a router delivers, the launch ends, good slots count in full, and the
+    next drain or close says how many were bad."""
+
+    def drop(context: RankContext) -> tuple[int, list[str]]:
+        group = context.init_process_group(DEADLINE_S)
+        settings = {"mode": mode, "step_timeout_s": DEADLINE_S, "padding": padding}
+        config = XmoeConfig.from_mapping(settings)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            with MoeRunner.create(SHAPE, config, group=group) as runner:
+                layer = runner.layer(_local(context), 0)
+                hidden, ids, weights = _batch(context.rank, 7)
+                if context.rank == 1:
+                    for row, bad in enumerate(BAD_IDS):
+                        ids[row, row % 2] = bad
+                    ids[5] = 3  # the first of them stays
+                    ids[6, 0], ids[6, 1] = 99, -1  # no usable slot at all
+                    hidden[6] = float("nan")
+                output = layer(hidden, ids, weights)
+                runner.drain()
+                said = len(heard)
+                layer(hidden, ids, weights)
+                counted = runner.stats().dropped_ids
+        good = (ids >= 0) & (ids < SHAPE.num_experts)
+        good[:, 1] &= ids[:, 1] != ids[:, 0]
+        kept = torch.where(good, ids, -1)
+        _check(output, (hidden.nan_to_num(0.0), kept, weights))
+        assert said == (context.rank == 1) and len(heard) == 2 * said
+        return counted, [str(one.message) for one in heard]
+
+    (_, silent), (counted, texts) = run_ranks(drop, 2, silence_s=DEADLINE_S)
+    assert silent == [] and counted == 2 * (len(BAD_IDS) + 2)
+    assert all(text.startswith("7 expert ids") and "rank 1" in text for text in texts)
+
+
+def test_a_batch_of_another_shape_does_not_hold_the_peers() -> None:
+    """The rank that has it raises; the others' launch goes on without its tokens."""
+
+    def run(context: RankContext) -> str | None:
+        group = context.init_process_group(DEADLINE_S)
+        config = XmoeConfig.from_mapping({"mode": "on", "step_timeout_s": DEADLINE_S})
+        with MoeRunner.create(SHAPE, config, group=group) as runner:
+            layer = runner.layer(_local(context), 0)
+            hidden, ids, weights = batch = _batch(context.rank, 3)
+            with runner.step(3):
+                if context.rank == 1:
+                    with pytest.raises(ConfigError) as caught:
+                        layer(hidden[:2], ids[:2], weights[:2])
+                    return str(caught.value)
+                _check(layer(*batch), batch)
+        return None
+
+    started = time.monotonic()
+    first, second = run_ranks(run, 2, silence_s=DEADLINE_S)
+    assert first is None and second is not None and "3 tokens were announced" in second
+    assert time.monotonic() - started < DEADLINE_S / 2  # no wait ran into its limit
 
 
 def test_unused_slots_contribute_nothing() -> None:

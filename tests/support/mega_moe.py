@@ -19,8 +19,8 @@ from xmoe.executor import Phase, PhaseContext, PhaseKind, StreamExecutor, Ticket
 from xmoe.kernels.acl.loader import load
 from xmoe.kernels.acl.toolkit import find_toolkit
 from xmoe.kernels.device import HostDevice
+from xmoe.kernels.ops.launch_rows import LaunchRows
 from xmoe.kernels.ops.mega_moe import MegaMoe
-from xmoe.kernels.ops.routing import clean_ids, pad_batch, unpad
 from xmoe.reference import bf16_error_bound, moe_reference
 from xmoe.types import ExpertWeights, FenceMode, MoeShape, TokenBatch
 
@@ -114,30 +114,43 @@ class Rank:
         """One step: equal rows by the group's maximum, then the fused operator."""
         if tokens is None:
             tokens = batch(0, self.num_experts, 2, 0)
-        tokens, _ = clean_ids(tokens, self.num_experts)
         self.sequence += 1
         counts = exchange_step(
             self.group, tokens.hidden_states.shape[0], self.sequence, error, timeout_s=20
         )
         capacity = max(1, *counts)
         self.resource.require_rows(capacity)
-        padded = pad_batch(tokens, capacity, self.padding, num_experts=self.num_experts)
+        # Rows of its own for each step: several may be on their way here.
+        made = LaunchRows(
+            capacity,
+            HIDDEN,
+            tokens.topk_ids.shape[1],
+            self.num_experts,
+            local_experts=self.num_experts // self.resource.handle.ep_size,
+            padding=self.padding,
+        )
+        padded, mask = made.fill(tokens, capacity)
 
         def run(context: PhaseContext) -> None:
             launch = self.resource.launch(
-                context.stream, lambda stream: self.op.launch(padded.batch, stream, padded.mask)
+                context.stream,
+                lambda stream: self.op.launch(
+                    padded, stream, mask, output=made.output, counts=made.tokens_per_expert
+                ),
             )
             context.keep(launch)
             context.values.update(
-                y=launch.hidden_states, counts=launch.tokens_per_expert, padded=padded, rows=counts
+                y=launch.hidden_states, counts=launch.tokens_per_expert, made=made, rows=counts
             )
+            context.values["tokens"] = tokens.hidden_states
 
         phase = Phase(PhaseKind.COMPUTE, self.resource.channel, run)
         return self.executor.submit(WorkItem("mega_moe", 0, (phase,)))
 
     def result(self, ticket: Ticket) -> torch.Tensor:
         values = ticket.result()
-        return unpad(values["y"], values["padded"])
+        out: torch.Tensor = values["made"].finish(torch.empty_like(values["tokens"]))
+        return out
 
     def run(self, tokens: TokenBatch | None) -> torch.Tensor:
         return self.result(self.submit(tokens))
@@ -150,3 +163,17 @@ class Rank:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def padding_counts(
+    tokens: Sequence[int], rows: int, topk: int, padding: str, num_experts: int
+) -> torch.Tensor:
+    """Rows per expert that the padding of all ranks added, int64 [E]: row r of the padding names
+    the experts r * K, r * K + 1, ... An operator counts every row it saw."""
+    counts = torch.zeros(num_experts, dtype=torch.int64)
+    for own in tokens:
+        last = rows if padding == "zero_weight" else max(own, 1 if own == 0 else 0)
+        for row in range(own, last):
+            for slot in range(topk):
+                counts[(row * topk + slot) % num_experts] += 1
+    return counts

@@ -39,7 +39,7 @@ EXECUTOR = PIPELINE | {"xmoe.executor"}
 DEPLOYMENT = frozenset(
     f"xmoe.pipeline.{name}" for name in ("deployment", "run", "report", "command", "more", "probes")
 )
-RUNNER = frozenset({"xmoe.runner", "xmoe.layer"})
+RUNNER = frozenset({"xmoe.runner", "xmoe.layer", "xmoe.fused", "xmoe.split"})
 TORCH = frozenset({"torch"})
 EVERYTHING = frozenset({"*"})
 
@@ -83,7 +83,13 @@ LAYERS = {
     "xmoe.facts": Layer(VALUES | ACL | {"xmoe.kernels.capability", "xmoe.policy"}),
     **{
         unit: Layer(
-            VALUES | KERNELS | COMM | EXECUTOR | RUNNER | {"xmoe.policy", "xmoe.facts"}, TORCH
+            VALUES
+            | KERNELS
+            | COMM
+            | EXECUTOR
+            | RUNNER
+            | {"xmoe.policy", "xmoe.facts", "xmoe.startup"},
+            TORCH,
         )
         for unit in RUNNER
     },

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FusedMoE, the split path: recv (dispatch), compute (grouped product) and send (combine).
+
+The three phases are items of the shared executor: one item a call in serial mode, chunks of it with
+overlap. On npu tensors torch's operators follow the current stream, so each phase makes its own
+stream current, and memory needs care that CPU tensors do not:
+
+    the caller's tensors    recv waits for the caller's stream; the host returns after the last chunk
+    between two phases      tensors are kept until the item's completion was observed: the allocator
+                            would give freed memory to the stream it came from at once
+    results                 read on the caller's stream, which is told to the allocator
+    collectives             HCCL runs a group's in the order of issue, which is the same on all ranks
+
+In serial mode on npu tensors everything follows the caller's stream, and nothing is waited for here;
+what a dispatch waits for stands in `xmoe.comm.transport`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xmoe.comm.transport import CollectiveTransport
+from xmoe.config import XmoeConfig
+from xmoe.executor import Phase, PhaseContext, PhaseKind, StreamExecutor, WorkItem, prefetch
+from xmoe.kernels.capability import NpuOperators
+from xmoe.kernels.device import Device, Event
+from xmoe.kernels.npu_device import make_current, used_on_current_stream
+from xmoe.kernels.ops.fused_moe import SplitExperts
+from xmoe.multistream import StreamMode
+from xmoe.types import ExpertWeights, MoeShape, TokenBatch
+
+
+@dataclass(frozen=True)
+class SplitPath:
+    """What the split path of all layers of one runner has in common."""
+
+    shape: MoeShape
+    config: XmoeConfig
+    device: Device
+    executor: StreamExecutor
+    transport: CollectiveTransport
+    operators: NpuOperators
+
+    def experts(self, weights: ExpertWeights) -> SplitExperts:
+        """One layer's experts. Local. Raises ConfigError: this device cannot be deterministic."""
+        return SplitExperts(
+            weights,
+            activation=self.shape.activation,
+            clamp=self.shape.activation_clamp,
+            layout=self.shape.gate_up_layout,
+            deterministic=self.config.deterministic,
+            operators=self.operators,
+        )
+
+    def run(
+        self, experts: SplitExperts, batch: TokenBatch, counts: Sequence[int], index: int
+    ) -> Tensor:
+        """One layer call: [T, H], new memory. COLLECTIVE.
+
+        The number of chunks comes from all ranks' counts, so it is the same everywhere; a rank
+        whose chunk is empty dispatches it all the same.
+
+        Args:
+            counts: tokens of each rank. index: of the layer, for reports.
+        """
+        on_npu = self.device.torch_device.type == "npu"
+        if self.executor.options.mode is not StreamMode.OVERLAP:
+            ticket = self.executor.submit(self._item(experts, batch, index, None))
+            # On the caller's own stream the result is in order already.
+            values = ticket.context.values if on_npu else ticket.result()
+            output: Tensor = values["output"]
+            return output
+        ready = None
+        if on_npu:
+            ready = self.device.create_event()
+            ready.record(self.device.current_stream())
+        count = max(1, -(-max(counts) // self.config.split_chunk_tokens))
+        items = [self._item(experts, part, index, ready) for part in chunks(batch, count)]
+        try:
+            tickets = prefetch(self.executor, items)
+            outputs: list[Tensor] = [ticket.result()["output"] for ticket in tickets]
+        finally:
+            if ready is not None:
+                ready.close()
+        for output in outputs:
+            used_on_current_stream(output)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _item(
+        self, experts: SplitExperts, batch: TokenBatch, index: int, ready: Event | None
+    ) -> WorkItem:
+        transport = self.transport
+
+        def recv(context: PhaseContext) -> None:
+            if ready is not None:
+                context.stream.wait_event(ready)
+            with make_current(context.stream):
+                received = transport.dispatch(batch)
+            context.keep(received)
+            context.values["received"] = received
+
+        def compute(context: PhaseContext) -> None:
+            tokens, per_expert, handle = context.values.pop("received")
+            with make_current(context.stream):
+                computed = experts(tokens, per_expert)
+            context.keep(computed)
+            context.values["computed"] = (computed, handle)
+
+        def send(context: PhaseContext) -> None:
+            with make_current(context.stream):
+                context.values["output"] = transport.combine(*context.values.pop("computed"))
+
+        phases = (
+            Phase(PhaseKind.RECV, "fused_moe", recv),
+            Phase(PhaseKind.COMPUTE, "experts", compute),
+            Phase(PhaseKind.SEND, "fused_moe", send),
+        )
+        return WorkItem("fused_moe", index, phases)
+
+
+def chunks(batch: TokenBatch, count: int) -> list[TokenBatch]:
+    """`count` parts of the rows, as even as possible, some maybe empty."""
+    hidden, ids, weights = batch.hidden_states, batch.topk_ids, batch.topk_weights
+    if min(hidden.dim(), ids.dim(), weights.dim()) < 1:
+        return [batch] * count  # no batch at all: dispatch refuses it, on every rank
+    edges = [hidden.shape[0] * n // count for n in range(count + 1)]
+    edges[-1] = max(hidden.shape[0], ids.shape[0], weights.shape[0])  # lets a mismatch show
+    return [
+        TokenBatch(hidden[a:b], ids[a:b], weights[a:b])
+        for a, b in zip(edges, edges[1:], strict=False)
+    ]
