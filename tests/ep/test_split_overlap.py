@@ -67,6 +67,7 @@ def bad_then_good(context: RankContext) -> Any:
     """Rank 1 has a bad id in its last chunk: one error on both ranks, and the runner goes on."""
     group = context.init_process_group(DEADLINE_S)
     settings = {"mode": "off", "split_streams": "overlap", "split_chunk_tokens": 4}
+    settings |= {"validate_ids": "checked"}
     config = XmoeConfig.from_mapping({**settings, "step_timeout_s": DEADLINE_S})
     with MoeRunner.create(SHAPE, config, group=group) as runner:
         layer = runner.layer(weights(context.rank, context.size), 0)
