@@ -144,9 +144,7 @@ class CollectiveTransport:
         handle = _CollectiveHandle(batch, routed.places, back, send_rows, recv_rows)
         return received.index_select(0, order), per_expert, handle
 
-    def _orders(
-        self, recv_counts: Tensor, device: torch.device
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _orders(self, recv_counts: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """(order, its inverse, rows of each local expert), int64, the first two on `device`.
 
         Received: by source rank, then local expert. Wanted: by local expert, then source rank.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this machine can do, as one plain value for policy and reports.
 
-The probe never raises: whatever goes wrong becomes a named problem with its text. Nothing is read
-or opened at import.
+Whatever is wrong with the machine becomes a named problem with its text. Nothing is read or opened
+at import.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from xmoe.kernels.acl.problems import Code, Problem
 from xmoe.kernels.acl.status import REPEAT_INITIALIZE
 from xmoe.kernels.acl.vendor import MegaMoeSymbols
 
+_SETTINGS = ("XMOE_DEVICE", "XMOE_ABI_PROBE", "XMOE_ABI_PROBE_TIMEOUT_S", "XMOE_ABI_CACHE")
 _NOT_LIBRARY = {Code.COMM_SYMBOL_MISSING, Code.SOC_UNKNOWN, Code.VERSION_UNKNOWN}
 
 
@@ -101,12 +102,20 @@ def probe(
 ) -> Capability:
     """Find out. Local; binds no device and allocates nothing. Looks again at each call.
 
+    Never raises for what is wrong with the machine: that becomes a named problem.
+
     Args:
         device: as `find_toolkit`; None reads XMOE_DEVICE.
         abi_variant: ABI variant pinned by configuration, or None.
         root: an explicit toolkit folder.
         environ: the environment to read; None means the process's.
+
+    Raises:
+        ConfigError: `device` or an environment variable of the search is not acceptable.
     """
+    toolkit.check_device(device)
+    for name in _SETTINGS:
+        env.get(name, environ)
     found: dict[str, Any] = {}
     problems: list[Problem] = []
     try:
@@ -204,7 +213,11 @@ def _probe_mega_moe(
 def search_key() -> tuple[str | None, ...]:
     """The environment that decides what a probe finds, as it stands now. Local."""
     names = ("XMOE_DEVICE", "XMOE_ABI_PROBE", *loader.CHAIN_VARIABLES)
-    return tuple(env.text(name) for name in names)
+    try:
+        here: str | None = os.getcwd()  # what a relative entry is relative to
+    except OSError:
+        here = None
+    return (here, *(env.text(name) for name in names))
 
 
 def soc_name(runtime: loader.Runtime) -> str | None:
@@ -307,7 +320,7 @@ def find_npu_operators(kit: toolkit.Toolkit) -> NpuOperators:
 
 
 def _front_ends(kit: toolkit.Toolkit) -> Iterator[Path]:
-    yield from (vendor.library for vendor in kit.chain if vendor.library.exists())
+    yield from (vendor.library for vendor in kit.vendor_dirs if vendor.library.exists())
     for folder in kit.lib_dirs:
         for pattern in _FRONT_ENDS:
             yield from folder.glob(pattern)

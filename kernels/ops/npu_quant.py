@@ -151,9 +151,7 @@ def in_nz_format(blocks: Tensor, rows: int, columns: int) -> Tensor:
     """
     native = torch_npu()._C
     nbytes = blocks.numel() * blocks.element_size()
-    storage = native._construct_storage_from_data_pointer(
-        blocks.data_ptr(), blocks.device, nbytes
-    )
+    storage = native._construct_storage_from_data_pointer(blocks.data_ptr(), blocks.device, nbytes)
     width = columns // (_PER_WORD if blocks.dtype == torch.int32 else 1)
     metadata = {
         "data_ptr": blocks.data_ptr(),

@@ -171,7 +171,9 @@ def pack_int4(q: Tensor, encoding: str = "twos_complement") -> Tensor:
 def unpack_int4(packed: Tensor, encoding: str = "twos_complement") -> Tensor:
     """Inverse of `pack_int4`."""
     check_encoding(encoding)
-    nibbles = torch.stack([packed & 15, (packed >> 4) & 15], dim=-1).flatten(-2)
+    low = packed & 15
+    # No shift: torch_npu has none of its own for this type.
+    nibbles = torch.stack([low, ((packed - low) // 16) & 15], dim=-1).flatten(-2)
     if encoding == "offset_binary":
         return nibbles - 8
     return torch.where(nibbles >= 8, nibbles - 16, nibbles)

@@ -24,3 +24,26 @@ def _body(rank: int, folder: Any, fn: Callable[..., Any], args: tuple[Any, ...])
     torch.set_num_threads(1)
     torch.npu.set_device(rank)
     return fn(torch.device("npu", rank), *args)
+
+
+def join_group(context: Any, hccl: bool, npu: bool = True) -> Any:
+    """This rank's process group over its own device: gloo, with HCCL for device tensors, or None
+    for a rank alone."""
+    import torch
+    import torch.distributed as dist
+
+    if npu:
+        import torch_npu  # noqa: F401
+
+        warnings.filterwarnings("ignore", "Cannot create tensor with internal format")
+        torch.set_num_threads(1)
+        torch.npu.set_device(context.rank)
+    if context.size == 1:
+        return None
+    if not hccl:
+        return context.init_process_group(120.0)
+    store = dist.FileStore(context.store_path, context.size)
+    dist.init_process_group(
+        "cpu:gloo,npu:hccl", store=store, rank=context.rank, world_size=context.size
+    )
+    return dist.group.WORLD
