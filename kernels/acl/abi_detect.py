@@ -29,7 +29,7 @@ from xmoe.kernels.acl.toolkit import Toolkit, VendorDir
 from xmoe.kernels.acl.variants import REFUSED, RELEASES, VARIANTS, Variant, find_variant
 from xmoe.kernels.acl.versions import OPERATOR_FILE, parse_version, read_info, read_version_text
 
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
 _OFF = Verdict("off", None, "XMOE_ABI_PROBE=off")
 
 
@@ -140,27 +140,33 @@ def conclude(
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """One state of one file: a rebuilt or replaced library is another one."""
+    """One state of one file: a rebuilt or replaced library is another one.
+
+    The time of the last change of any kind counts too: content and modification time can be set.
+    """
 
     path: str
     device: int
     inode: int
     mtime_ns: int
+    ctime_ns: int
     size: int
 
     @classmethod
     def of(cls, path: Path) -> FileIdentity:
         found = os.stat(path)
         real = os.path.realpath(path)
-        return cls(real, found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
+        times = (found.st_mtime_ns, found.st_ctime_ns)
+        return cls(real, found.st_dev, found.st_ino, *times, found.st_size)
 
-    def numbers(self) -> tuple[int, int, int, int]:
+    def numbers(self) -> tuple[int, int, int, int, int]:
         """Everything but the path."""
-        return self.device, self.inode, self.mtime_ns, self.size
+        return self.device, self.inode, self.mtime_ns, self.ctime_ns, self.size
 
 
 _lock = threading.Lock()
 _verdicts: dict[FileIdentity, Verdict] = {}
+_opened: set[FileIdentity] = set()
 
 
 def _renew_lock_in_child() -> None:
@@ -201,6 +207,32 @@ def probe_library(library: Path, base_libraries: Sequence[Path]) -> Verdict:
             if folder is not None and verdict.status not in ("hung", "crashed"):
                 _write(Path(folder), identity, verdict)
         return verdict
+
+
+def opening_harm(library: Path, base_libraries: Sequence[Path]) -> str:
+    """What becomes of a process that opens this file; empty for nothing, or when it cannot be told.
+
+    A constructor that crashes would take this process with it. Tried once per state of the file;
+    not at all with XMOE_ABI_PROBE=off. Thread-safe; may block.
+    """
+    if env.text("XMOE_ABI_PROBE") == "off":
+        return ""
+    timeout_s = env.get("XMOE_ABI_PROBE_TIMEOUT_S")
+    assert isinstance(timeout_s, float)
+    try:
+        identity = FileIdentity.of(library)
+    except OSError:
+        return ""
+    with _lock:
+        folder = env.text("XMOE_ABI_CACHE")
+        if identity in _opened or identity in _verdicts:
+            return ""
+        if folder is not None and _read(Path(folder), identity) is not None:
+            return ""  # a child opened and probed this very file before
+        harm = abi_probe.opening_harm(library, identity.numbers(), base_libraries, timeout_s)
+        if not harm:
+            _opened.add(identity)
+        return harm
 
 
 def _entry(folder: Path, identity: FileIdentity) -> Path:

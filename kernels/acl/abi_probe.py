@@ -156,20 +156,55 @@ def run(
 
     Args:
         library: the verified file.
-        identity: device, inode, modification time in ns and size it must still have.
+        identity: numbers of `FileIdentity` that it must still have.
         base_libraries: the toolkit's own, opened first so that the library binds to these.
         timeout_s: after which the child is killed.
     """
+    ended = _in_child(library, identity, base_libraries, timeout_s, plan())
+    return Verdict("unavailable", None, ended) if isinstance(ended, str) else _conclude(ended)
+
+
+def opening_harm(
+    library: Path, identity: Sequence[int], base_libraries: Sequence[Path], timeout_s: float
+) -> str:
+    """What opening a file does to a child process, arguments as `run`: empty when nothing, or when
+    that cannot be told. Local; blocks until the child ended."""
+    ended = _in_child(library, identity, base_libraries, timeout_s, [])
+    if isinstance(ended, str) or not ended.lines or ended.lines[-1].get("stage") != "started":
+        return ""
+    if not ended.in_time:
+        return f"stands still (no end within {timeout_s:g} s)"
+    return f"is {_how(ended.returncode)}"
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A child's answers and its end."""
+
+    lines: list[dict[str, Any]]
+    in_time: bool
+    returncode: int | None
+    timeout_s: float
+
+
+def _in_child(
+    library: Path,
+    identity: Sequence[int],
+    base_libraries: Sequence[Path],
+    timeout_s: float,
+    calls: Sequence[tuple[str, list[int]]],
+) -> _Ended | str:
+    """Open the file and make the calls in a child; a sentence part when there is no child."""
     python = _interpreter()
     if python is None or not _CHILD.is_file():
         missing = "Python interpreter" if python is None else _CHILD.name
-        return Verdict("unavailable", None, f"no {missing} to run it with")
+        return f"no {missing} to run it with"
     request = {
         "library": str(library),
         "identity": list(identity),
         "base_libraries": [str(path) for path in base_libraries],
         "slots": SLOTS,
-        "calls": plan(),
+        "calls": calls,
         "timeout_s": timeout_s,
     }
     reader, writer = os.pipe()
@@ -185,7 +220,7 @@ def run(
                 start_new_session=True,
             )
         except OSError as error:
-            return Verdict("unavailable", None, f"the child could not be started: {error}")
+            return f"the child could not be started: {error}"
         finally:
             os.close(writer)
         try:
@@ -196,7 +231,7 @@ def run(
         _end(child, grace_s=1.0 if in_time else 0.0)
     finally:
         os.close(reader)
-    return _conclude(lines, in_time, child.returncode, timeout_s)
+    return _Ended(lines, in_time, child.returncode, timeout_s)
 
 
 def _interpreter() -> str | None:
@@ -258,9 +293,9 @@ def _end(child: subprocess.Popen[bytes], grace_s: float) -> None:
     child.wait()
 
 
-def _conclude(
-    lines: list[dict[str, Any]], in_time: bool, returncode: int | None, timeout_s: float
-) -> Verdict:
+def _conclude(ended: _Ended) -> Verdict:
+    lines, in_time, returncode = ended.lines, ended.in_time, ended.returncode
+    timeout_s = ended.timeout_s
     stage = lines[-1].get("stage") if lines else None
     if stage == "done":
         answers = {
@@ -282,7 +317,7 @@ def _conclude(
     if not in_time:
         return Verdict("unavailable", None, f"the child was not ready within {timeout_s:g} s")
     if stage == "started":
-        # Its constructors ran; the parent opened the same file without harm.
+        # The parent opened the same file without harm.
         return Verdict("unavailable", None, f"{_how(returncode)} while the child opened it")
     return Verdict("unavailable", None, f"{_how(returncode)} without an answer")
 

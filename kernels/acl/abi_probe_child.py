@@ -57,13 +57,14 @@ def _open(request: dict[str, Any]) -> tuple[Any, Any, str]:
     try:
         library = ctypes.CDLL(path, os.RTLD_NOW | os.RTLD_LOCAL)
         call = library[WORKSPACE_SYMBOL.decode()]
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError, ValueError) as error:
         return None, None, str(error)
     address = ctypes.cast(call, ctypes.c_void_p).value or 0
     if _file_of(address) != os.path.realpath(path):
         return None, None, f"the symbol resolves into {_file_of(address) or 'no file'}"
     found = os.stat(path)
-    identity = [found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size]
+    times = (found.st_mtime_ns, found.st_ctime_ns)
+    identity = [found.st_dev, found.st_ino, *times, found.st_size]
     if identity != request["identity"]:
         return None, None, "the file was replaced meanwhile"
     call.restype = ctypes.c_int32
@@ -71,7 +72,7 @@ def _open(request: dict[str, Any]) -> tuple[Any, Any, str]:
     try:
         recent = library.aclGetRecentErrMsg  # a handle finds symbols of dependencies too
         recent.restype = ctypes.c_char_p
-    except AttributeError:
+    except (AttributeError, ValueError):  # the latter when the error's own text cannot be decoded
         recent = None
     return call, recent, ""
 

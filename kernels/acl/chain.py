@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from xmoe import env
-from xmoe.kernels.acl import elf, libraries, loader, vendor, versions
+from xmoe.kernels.acl import elf, files, libraries, loader, vendor, versions
 from xmoe.kernels.acl.loader import Runtime
 from xmoe.kernels.acl.problems import Code, Problem
-from xmoe.kernels.acl.toolkit import Toolkit, load_priority_lines
+from xmoe.kernels.acl.toolkit import BUILTIN_LIBRARIES, Toolkit, load_priority_lines
 from xmoe.kernels.acl.vendor import SYMBOLS, ChainEntry, MegaMoeSymbols
 from xmoe.kernels.acl.versions import Version, parse_version, read_info
 
 UMBRELLA = "libopapi.so"
 SPLIT = tuple(f"libopapi_{part}.so" for part in ("transformer", "math", "nn", "cv", "legacy"))
 
+_GONE = ("does not exist", "cannot be looked at")
 _NEXT_STEPS = {
     "provides MegaMoe": "",
     "shadowed": "nothing to do; to use this one, put it first",
@@ -79,7 +80,7 @@ def inspect(
 def _entry(entry: ChainEntry, found: Findings) -> dict[str, Any]:
     place = entry.vendor
     notes = []
-    if place.library.exists():
+    if files.exists(place.library):
         notes += file_notes(place.library)
         real_folder = os.path.realpath(place.path)
         real = os.path.realpath(place.library)
@@ -97,7 +98,7 @@ def _entry(entry: ChainEntry, found: Findings) -> dict[str, Any]:
         "symbols": list(entry.symbols),
         "verdict": entry.verdict,
         "remedy": remedy,
-        "owner": _owner(place.library if place.library.exists() else place.path),
+        "owner": _owner(place.library if files.exists(place.library) else place.path),
         "notes": notes,
     }
 
@@ -135,7 +136,7 @@ def file_notes(path: Path, user: int | None = None) -> list[str]:
                 f"{place} belongs to {_user_name(state.st_uid)}, not to {_user_name(me)} or root; "
                 f"the loader takes it all the same, so that user's code runs with your rights"
             )
-        sticky = place.is_dir() and state.st_mode & stat.S_ISVTX
+        sticky = files.is_dir(place) and state.st_mode & stat.S_ISVTX
         if state.st_mode & stat.S_IWOTH and not sticky:
             found.append(f"{place} can be written by everybody; the loader takes it all the same")
     return found
@@ -147,12 +148,19 @@ def file_notes(path: Path, user: int | None = None) -> list[str]:
 def _search_path(toolkit: Toolkit, found: Findings) -> None:
     variable = "ASCEND_CUSTOM_OPP_PATH"
     for entry in toolkit.skipped:
-        if entry.found_via == variable and entry.reason.startswith("does not exist"):
+        if entry.found_via == variable and entry.reason.startswith(_GONE):
             found.warnings.append(
-                f"{variable}: {entry.entry!r} does not exist; some engines' own search (xLLM's "
+                f"{variable}: {entry.entry!r} {entry.reason}; some engines' own search (xLLM's "
                 f"helper) stops there and never sees the entries behind it; remove it"
             )
+        elif entry.found_via == "ASCEND_OPP_PATH" or "cannot be read" in entry.reason:
+            found.warnings.append(f"{entry.entry} ({entry.found_via}) {entry.reason}")
     for text in (env.text(variable) or "").split(":"):
+        if text.strip() != text and text.strip():
+            found.warnings.append(
+                f"{variable}: {text!r} is read here without the blanks around it; other programs "
+                f"take them as part of the name; remove them"
+            )
         if text.strip() and not os.path.isabs(text.strip()):
             found.warnings.append(
                 f"{variable}: {text!r} is relative to the current folder; write it in full"
@@ -174,7 +182,7 @@ def _config_file(toolkit: Toolkit, chain: Iterable[ChainEntry], found: Findings)
         )
     known = {os.path.realpath(entry.vendor.path) for entry in chain}
     try:
-        installed = sorted(p for p in folder.iterdir() if p.is_dir())
+        installed = sorted(p for p in folder.iterdir() if files.is_dir(p))
     except OSError:
         installed = []
     left_out = [str(p) for p in installed if os.path.realpath(p) not in known]
@@ -190,8 +198,14 @@ def _builtin(toolkit: Toolkit, runtime: Runtime | None, found: Findings) -> None
     for folder in toolkit.lib_dirs:
         for name in (*SPLIT, UMBRELLA):
             path = folder / name
-            if path.exists():
+            if files.exists(path):
                 defined = elf.inspect(path, SYMBOLS).defined
+                if defined and name not in BUILTIN_LIBRARIES:
+                    names = ", ".join(s for s in SYMBOLS if s in defined)
+                    found.warnings.append(
+                        f"{path} defines {names}; not used: of the toolkit's libraries only "
+                        f"{' and '.join(BUILTIN_LIBRARIES)} are asked for MegaMoe"
+                    )
                 present.append(
                     {
                         "path": str(path),
@@ -266,8 +280,8 @@ def _kernel_attributes(entry: ChainEntry) -> list[str] | None:
     """
     for file in sorted(entry.vendor.path.glob("op_impl/ai_core/tbe/config/*/*ops-info.json")):
         try:
-            operator = json.loads(file.read_text(encoding="utf-8")).get("MegaMoe")
-        except (OSError, ValueError, AttributeError):
+            operator = json.loads(files.read_bytes(file)).get("MegaMoe")
+        except (OSError, ValueError, AttributeError, RecursionError):
             continue
         if isinstance(operator, dict):
             listed = operator.get("attr")
@@ -336,8 +350,13 @@ def _environment(found: Findings) -> None:
                 f"{name} was {values['at_load']!r} when libraries were first loaded and is "
                 f"{values['now']!r} now; what is loaded stays loaded"
             )
-    for name in ("LD_PRELOAD", "LD_LIBRARY_PATH"):
+    for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT"):
         rows[name] = {"at_start": env.at_process_start(name)}
+    audit = rows["LD_AUDIT"]["at_start"]
+    if audit:
+        found.warnings.append(
+            f"LD_AUDIT={audit}: such a library may redirect any call, which nothing here can see"
+        )
     found.parts["environment"] = rows
 
 
@@ -346,7 +365,7 @@ def _loaded(runtime: Runtime | None, found: Findings) -> None:
     interposed: list[dict[str, str]] = []
     if runtime is not None:
         for lib in runtime.libraries:
-            replaced = was_replaced(lib.path)
+            replaced = libraries.was_replaced(lib.path)
             loaded.append(
                 {
                     "name": lib.name,
@@ -368,19 +387,3 @@ def _loaded(runtime: Runtime | None, found: Findings) -> None:
             found.warnings.append(f"{name} is shadowed in the process by {file}")
     found.parts["libraries"] = loaded
     found.parts["interposed"] = interposed
-
-
-def was_replaced(path: Path) -> bool:
-    """Whether the file at `path` is another one than the process has mapped under that name."""
-    try:
-        real = os.path.realpath(path)
-        inode = os.stat(real).st_ino
-        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
-            mapped = {
-                int(words[4])
-                for words in (line.rstrip("\n").split(None, 5) for line in file)
-                if len(words) == 6 and words[5].removesuffix(" (deleted)") == real
-            }
-    except (OSError, ValueError):
-        return False
-    return bool(mapped) and inode not in mapped

@@ -6,6 +6,7 @@ from __future__ import annotations
 import mmap
 import os
 import platform
+import stat
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,17 +21,23 @@ _STB_LOCAL = 0
 class ElfInfo:
     """What a file is. `defined` holds the asked-for dynamic symbols that it defines itself.
 
-    `problem` is empty for a 64-bit little-endian shared object of this machine.
+    `problem` is empty for a 64-bit little-endian shared object of this machine. `unreadable` says
+    that this user may not look at it, which says nothing about the file; `missing` that there is
+    no such file.
     """
 
     problem: str = ""
     machine: str = ""
+    unreadable: bool = False
+    missing: bool = False
     defined: frozenset[str] = field(default_factory=frozenset)
 
 
 def inspect(path: Path, symbols: Iterable[str] = ()) -> ElfInfo:
     """Read a library file's header and look for dynamic symbols. Never raises for a bad file."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return ElfInfo("not a regular file")
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             head = file.read(64)
@@ -45,9 +52,11 @@ def inspect(path: Path, symbols: Iterable[str] = ()) -> ElfInfo:
             if name != platform.machine():
                 return ElfInfo(f"built for {name}, this machine is {platform.machine()}", name)
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return ElfInfo("", name, _defined(data, head, frozenset(symbols)))
+                return ElfInfo("", name, defined=_defined(data, head, frozenset(symbols)))
+    except (FileNotFoundError, NotADirectoryError):
+        return ElfInfo("no such file", missing=True)
     except (OSError, ValueError) as error:
-        return ElfInfo(f"cannot be read: {error}")
+        return ElfInfo(f"cannot be read: {error}", unreadable=isinstance(error, PermissionError))
     except (struct.error, IndexError):
         return ElfInfo("a damaged ELF file: its section table points outside the file")
 

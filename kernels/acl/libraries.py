@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xmoe.kernels.acl import elf
+from xmoe.kernels.acl import elf, files
 from xmoe.kernels.acl.problems import Code, Problem
-from xmoe.kernels.acl.toolkit import describe
 
 
 @dataclass(frozen=True)
@@ -99,6 +98,7 @@ class LoadedLibrary:
 
 _ERROR_BYTES = 2048
 _opened_here: set[str] = set()
+_states: dict[str, tuple[int, ...]] = {}  # of each name when it was first opened here
 _lock = threading.Lock()
 
 
@@ -118,8 +118,8 @@ def loaded_objects(native: Any) -> tuple[Path, ...]:
         buffer = native.ffi.new("char[]", size)
         needed = native.lib.xm_loaded_objects(buffer, size)
         if needed <= size:
-            names = native.ffi.string(buffer).decode(errors="surrogateescape")
-            return tuple(Path(n) for n in names.splitlines() if n.startswith("/"))
+            names = os.fsdecode(native.ffi.string(buffer))
+            return tuple(Path(n) for n in names.split("\n") if n.startswith("/"))
         size = needed * 2
 
 
@@ -137,17 +137,36 @@ def other_copies(native: Any, path: Path) -> tuple[Path, ...]:
     )
 
 
-def open_library(native: Any, path: Path, found_via: str) -> tuple[Any, LoadedLibrary] | Problem:
-    """Open one file by absolute path (RTLD_NOW, RTLD_LOCAL): (handle, record), or the problem."""
-    if not path.exists():
-        gone = "a dangling link" if path.is_symlink() else "missing"
-        return Problem(
-            Code.FILE_MISSING, f"{path} is {gone} (named by {found_via}); {describe(path.parent)}"
-        )
+def is_loaded(native: Any, path: Path) -> bool:
+    """Whether the process holds this very file already. Opens nothing."""
+    error = native.ffi.new("char[]", _ERROR_BYTES)
+    found = native.lib.xm_dlopen(os.fsencode(path), 1, error, _ERROR_BYTES)
+    return bool(found != native.ffi.NULL)
+
+
+def check_file(path: Path, found_via: str) -> Problem | None:
+    """What is wrong with a library file by looking at it; None when it can be opened as one."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        gone = "a dangling link" if os.path.islink(path) else "missing"
+        where = f"(named by {found_via}); {files.describe(path.parent)}"
+        return Problem(Code.FILE_MISSING, f"{path} is {gone} {where}")
+    except OSError as error:
+        return Problem(Code.UNREADABLE, f"{path} (named by {found_via}): {error.strerror}")
     info = elf.inspect(path)
     if info.problem:
         code = Code.UNLOADABLE if info.machine else Code.NOT_ELF
+        code = Code.UNREADABLE if info.unreadable else code
         return Problem(code, f"{path} cannot be loaded: {info.problem}")
+    return None
+
+
+def open_library(native: Any, path: Path, found_via: str) -> tuple[Any, LoadedLibrary] | Problem:
+    """Open one file by absolute path (RTLD_NOW, RTLD_LOCAL): (handle, record), or the problem."""
+    problem = check_file(path, found_via)
+    if problem is not None:
+        return problem
     error = native.ffi.new("char[]", _ERROR_BYTES)
     encoded, real = os.fsencode(path), os.path.realpath(path)
     with _lock:  # else a second thread would take our own load for somebody else's
@@ -158,7 +177,34 @@ def open_library(native: Any, path: Path, found_via: str) -> tuple[Any, LoadedLi
             return Problem(_load_failure(path, text), f"{path} cannot be loaded: {text}")
         already = already and real not in _opened_here
         _opened_here.add(real)
+        _states.setdefault(str(path), _state(path))
+    problem = changed(path)
+    if problem is not None:
+        return problem
     return handle, LoadedLibrary(path.name, path, found_via, already, other_copies(native, path))
+
+
+def changed(path: Path) -> Problem | None:
+    """Whether a file that was opened here is another one by now.
+
+    The linker goes by the name and gives the old code again, while whoever looks at the file sees
+    the new one.
+    """
+    if not was_replaced(path) and _states.get(str(path)) in (None, _state(path)):
+        return None
+    return Problem(
+        Code.LOADED_ELSEWHERE,
+        f"{path} was changed on disk after this process had loaded it; the old code is what would "
+        f"run",
+    )
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
 
 
 def _load_failure(path: Path, text: str) -> Code:
@@ -170,3 +216,13 @@ def _load_failure(path: Path, text: str) -> Code:
     if "invalid ELF header" in text or "file too short" in text:
         return Code.NOT_ELF
     return Code.UNLOADABLE
+
+
+def was_replaced(path: Path) -> bool:
+    """Whether the process still runs code of a file of that name that is no longer there."""
+    gone = os.fsencode(os.path.realpath(path)) + b" (deleted)"
+    try:
+        with open("/proc/self/maps", "rb") as file:
+            return any(line.rstrip(b"\n").endswith(gone) for line in file)
+    except OSError:
+        return False

@@ -14,11 +14,11 @@ from typing import Any
 
 from xmoe import env
 from xmoe.errors import LibraryNotFound, ProvenanceError, SymbolMissing
-from xmoe.kernels.acl import libraries, vendor
+from xmoe.kernels.acl import files, libraries, vendor
 from xmoe.kernels.acl.libraries import LibraryDescriptor, LoadedLibrary
 from xmoe.kernels.acl.problems import Code, Problem
 from xmoe.kernels.acl.provenance import file_of
-from xmoe.kernels.acl.toolkit import Toolkit, describe
+from xmoe.kernels.acl.toolkit import Toolkit
 from xmoe.kernels.acl.variants import VARIANTS
 from xmoe.kernels.acl.vendor import MegaMoeSymbols
 
@@ -292,9 +292,9 @@ def _load_base(native: Any, toolkit: Toolkit) -> _Base:
 
 def _locate(toolkit: Toolkit, descriptor: LibraryDescriptor) -> Path | Problem:
     for folder in toolkit.lib_dirs:
-        if (folder / descriptor.name).exists():
+        if files.exists(folder / descriptor.name):
             return folder / descriptor.name
-    places = "; ".join(f"{d}: {describe(d)}" for d in toolkit.lib_dirs)
+    places = "; ".join(f"{d}: {files.describe(d)}" for d in toolkit.lib_dirs)
     return Problem(
         Code.FILE_MISSING,
         f"{descriptor.name} is missing from the toolkit {toolkit.root} "

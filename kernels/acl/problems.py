@@ -16,6 +16,7 @@ class Code(enum.StrEnum):
 
     TOOLKIT_MISSING = "toolkit_missing"
     FILE_MISSING = "file_missing"
+    UNREADABLE = "unreadable"
     NOT_ELF = "not_elf"
     UNLOADABLE = "unloadable"
     UNRESOLVED_DEPENDENCY = "unresolved_dependency"
@@ -40,6 +41,8 @@ REMEDIES: Mapping[Code, str] = MappingProxyType({
     Code.TOOLKIT_MISSING: "source the toolkit's set_env.sh, or set XMOE_DEVICE=soft",
     Code.FILE_MISSING: "install the operator package, or put its folder first in "
     "ASCEND_CUSTOM_OPP_PATH",
+    Code.UNREADABLE: "let this user read the file and every folder above it, or start as a user "
+    "who may",
     Code.NOT_ELF: "reinstall the package that owns the file",
     Code.UNLOADABLE: "install the package built for this machine",
     Code.UNRESOLVED_DEPENDENCY: "install the missing dependency, or a package built for this CANN",
@@ -68,6 +71,7 @@ _ORIGIN_CODES = {Code.WRONG_VENDOR, Code.MIXED_FILES, Code.INTERPOSED, Code.LOAD
 _FILE_CODES = {
     Code.TOOLKIT_MISSING,
     Code.FILE_MISSING,
+    Code.UNREADABLE,
     Code.NOT_ELF,
     Code.UNLOADABLE,
     Code.UNRESOLVED_DEPENDENCY,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from xmoe import env
 from xmoe.errors import ConfigError
+from xmoe.kernels.acl import files
 from xmoe.kernels.acl.problems import Code, Problem
 
 SOFTWARE_ROOT = Path(__file__).parent.parent / "softdev" / "ascend"
@@ -25,6 +26,8 @@ VENDOR_LIBRARY = Path("op_api") / "lib" / "libcust_opapi.so"
 BUILTIN_LIBRARIES = ("libopapi_transformer.so", "libopapi.so")
 """Operator front ends inside the toolkit, newest layout first."""
 
+_CONFIG_INI = "opp/vendors/config.ini"
+_NO_CWD = "is relative, and the current folder is gone"
 _LIB_DIRS = ("lib64", "aarch64-linux/lib64", "x86_64-linux/lib64", "runtime/lib64", "hccl/lib64")
 
 
@@ -102,17 +105,33 @@ def find_toolkit(
         if not step.value:
             tried.append(f"{step.name}: not set")
             continue
-        folder = Path(step.value).expanduser().absolute()
-        lib_dirs = tuple(folder / d for d in _LIB_DIRS if (folder / d).is_dir())
-        if any((d / "libascendcl.so").exists() for d in lib_dirs):
-            opp_dir = _opp_dir(folder, step.kind, environ)
+        folder = _absolute(os.path.expanduser(step.value))
+        if folder is None:
+            tried.append(f"{step.name}: {step.value} {_NO_CWD}")
+            break
+        lib_dirs = tuple(folder / d for d in _LIB_DIRS if files.is_dir(folder / d))
+        if any(files.exists(d / "libascendcl.so") for d in lib_dirs):
+            opp_dir, passed_over = _opp_dir(folder, step.kind, environ)
             chain, skipped = vendor_chain(opp_dir, lib_dirs, environ)
+            skipped = (*passed_over, *skipped)
             return Toolkit(folder, step.kind, step.name, lib_dirs, opp_dir, chain, skipped)
-        tried.append(f"{step.name}: {folder} has no lib64/libascendcl.so ({describe(folder)})")
+        tried.append(
+            f"{step.name}: {folder} has no lib64/libascendcl.so "
+            f"({files.describe(lib_dirs[0] if lib_dirs else folder)})"
+        )
         if step.kind != "soft":
             break
     problem = Problem(Code.TOOLKIT_MISSING, f"no toolkit found. Tried {'; '.join(tried)}")
     raise problem.error()
+
+
+def check_device(device: str | None) -> None:
+    """Raise ConfigError unless it is None or one of `DEVICES`."""
+    if device is not None and device not in DEVICES:
+        raise ConfigError(
+            f"device argument={device!r} is not a device; allowed: {', '.join(DEVICES)}; "
+            f"leave it out for 'auto'"
+        )
 
 
 def _steps(
@@ -121,13 +140,9 @@ def _steps(
     if root is not None:
         return (SearchStep("explicit path", "explicit", os.fspath(root)),)
     origin = "device argument"
+    check_device(device)
     if device is None:
         device, origin = env.text("XMOE_DEVICE", environ) or "auto", "XMOE_DEVICE"
-    if device not in DEVICES:
-        raise ConfigError(
-            f"{origin}={device!r} is not a device; allowed: {', '.join(DEVICES)}; "
-            f"unset it for 'auto'"
-        )
     soft = SearchStep("software device tree", "soft", str(SOFTWARE_ROOT))
     if device == "soft":
         return (SearchStep(f"{origin}=soft: software device tree", "soft", str(SOFTWARE_ROOT)),)
@@ -138,12 +153,28 @@ def _steps(
     return cann if device == "cann" else (*cann, soft)
 
 
-def _opp_dir(root: Path, kind: str, environ: Mapping[str, str] | None) -> Path:
-    """The operator package folder; ASCEND_OPP_PATH belongs to a CANN only."""
-    named = env.text("ASCEND_OPP_PATH", environ)
-    if kind == "cann" and named and Path(named).is_dir():
-        return Path(named).absolute()
-    return root / "opp"
+def _absolute(text: str) -> Path | None:
+    """A path in full; None when it is relative and the current folder is gone."""
+    try:
+        return Path(text).absolute()
+    except OSError:
+        return None
+
+
+def _opp_dir(
+    root: Path, kind: str, environ: Mapping[str, str] | None
+) -> tuple[Path, tuple[Skipped, ...]]:
+    """The operator package folder, and a named one that was passed over. ASCEND_OPP_PATH belongs
+    to a CANN only."""
+    variable, own = "ASCEND_OPP_PATH", root / "opp"
+    named = env.text(variable, environ)
+    if kind != "cann" or not named:
+        return own, ()
+    folder = _absolute(named)
+    if folder is not None and files.is_dir(folder):
+        return folder, ()
+    why = _NO_CWD if folder is None else files.why_no_folder(folder)
+    return own, (Skipped(named, variable, f"{why}; {own} is used"),)
 
 
 def vendor_chain(
@@ -158,12 +189,17 @@ def vendor_chain(
     skipped: list[Skipped] = []
     seen: dict[str, str] = {}
 
-    def add(entry: str, path: Path, via: str) -> None:
-        real = os.path.realpath(path)
-        if not path.is_dir():
-            reason = "is a file" if path.exists() else "does not exist"
-            if via != "opp/vendors/config.ini" and any(mark in entry for mark in ";,"):
-                reason += "; entries are separated by ':' only"
+    def add(entry: str, path: Path | None, via: str) -> None:
+        real = "" if path is None else os.path.realpath(path)
+        if path is None:
+            skipped.append(Skipped(entry, via, _NO_CWD))
+        elif not files.is_dir(path):
+            right, wrong = (",", ":;") if via == _CONFIG_INI else (":", ";,")
+            reason = files.why_no_folder(path)
+            if any(mark in entry for mark in wrong):
+                reason += f"; entries are separated by '{right}' only"
+            elif via == _CONFIG_INI and entry.strip()[:1] in ('"', "'"):
+                reason += "; names stand there without quotes"
             skipped.append(Skipped(entry, via, reason))
         elif real in seen:
             skipped.append(Skipped(entry, via, f"already in the chain from {seen[real]}"))
@@ -175,32 +211,35 @@ def vendor_chain(
     value = env.text(via, environ)
     for entry in value.split(":") if value else ():
         if entry.strip():
-            add(entry, Path(entry.strip()).absolute(), via)
+            add(entry, _absolute(entry.strip()), via)
         else:
             skipped.append(Skipped(entry, via, "empty entry"))
-    via = "opp/vendors/config.ini"
+    via = _CONFIG_INI
     names, reason = _load_priority(opp_dir / "vendors" / "config.ini")
     if reason:
         skipped.append(Skipped(str(opp_dir / "vendors" / "config.ini"), via, reason))
     for name in names:
-        if name.strip():
-            add(name, opp_dir / "vendors" / name.strip(), via)
-        else:
+        if not name.strip():
             skipped.append(Skipped(name, via, "empty entry"))
+        elif name.strip() in (".", "..") or "/" in name:
+            # Only folders beside the file: its writer may not be whoever may install vendors.
+            skipped.append(Skipped(name, via, "is not the name of a folder in opp/vendors"))
+        else:
+            add(name, opp_dir / "vendors" / name.strip(), via)
     for folder in lib_dirs:
         for name in BUILTIN_LIBRARIES:
             known = any(v.builtin and v.library.name == name for v in chain)
-            if (folder / name).exists() and not known:
+            if files.exists(folder / name) and not known:
                 chain.append(VendorDir(folder, "built-in", folder / name, builtin=True))
     return tuple(chain), tuple(skipped)
 
 
 def _load_priority(path: Path) -> tuple[list[str], str]:
     """(vendor names, reason when there are none). A missing file is normal."""
-    if not path.exists():
-        return [], ""
     try:
         lines = _priority_lines(path)
+    except FileNotFoundError:
+        return [], ""
     except OSError as error:
         return [], f"cannot be read: {error}"
     if not lines:
@@ -217,25 +256,5 @@ def load_priority_lines(path: Path) -> list[str]:
 
 
 def _priority_lines(path: Path) -> list[str]:
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
-    parts = ((line, line.partition("=")) for line in text.splitlines())
+    parts = ((line, line.partition("=")) for line in files.read_text(path).splitlines())
     return [line for line, (key, eq, _) in parts if eq and key.strip().lower() == "load_priority"]
-
-
-def describe(folder: Path, limit: int = 8) -> str:
-    """What a folder holds, for messages about a file that is not in it."""
-    if not folder.exists():
-        nearest = folder.parent
-        while not nearest.exists() and nearest != nearest.parent:
-            nearest = nearest.parent
-        return f"folder does not exist; {nearest} is the nearest that does"
-    if not folder.is_dir():
-        return "it is a file"
-    try:
-        names = sorted(p.name for p in folder.iterdir())
-    except OSError as error:
-        return f"folder cannot be listed: {error}"
-    if not names:
-        return "folder is empty"
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return f"folder holds {', '.join(names[:limit])}{more}"

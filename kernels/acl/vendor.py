@@ -15,17 +15,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xmoe.kernels.acl import abi_detect, elf
+from xmoe.kernels.acl import abi_detect, elf, files
 from xmoe.kernels.acl.abi_detect import Identified, vendor_version
-from xmoe.kernels.acl.libraries import LoadedLibrary, open_library
+from xmoe.kernels.acl.libraries import (
+    LoadedLibrary,
+    changed,
+    check_file,
+    is_loaded,
+    loaded_objects,
+    open_library,
+    other_copies,
+)
 from xmoe.kernels.acl.problems import Code, Problem
-from xmoe.kernels.acl.provenance import Provenance, check_provenance
-from xmoe.kernels.acl.toolkit import Toolkit, VendorDir, describe
+from xmoe.kernels.acl.provenance import Provenance, check_provenance, shadow_of
+from xmoe.kernels.acl.toolkit import Skipped, Toolkit, VendorDir
 from xmoe.kernels.acl.variants import Variant
 
 LAUNCH_SYMBOL = "aclnnMegaMoe"
 WORKSPACE_SYMBOL = "aclnnMegaMoeGetWorkspaceSize"
 SYMBOLS = (LAUNCH_SYMBOL, WORKSPACE_SYMBOL)
+INNER_SYMBOLS = ("aclnnInnerMegaMoe", "aclnnInnerMegaMoeGetWorkspaceSize")
+"""What the two call inside their library, through the process-wide table. Source: ops-transformer
+9.1.0 mc2/mega_moe/op_api/aclnn_mega_moe.cpp."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +87,9 @@ def inspect_chain(toolkit: Toolkit) -> tuple[ChainEntry, ...]:
     """What each vendor of the chain holds. Reads files; opens no library. Local."""
     entries = []
     for position, vendor in enumerate(toolkit.vendor_dirs):
-        info = elf.inspect(vendor.library, SYMBOLS) if vendor.library.exists() else None
-        symbols = tuple(s for s in SYMBOLS if info is not None and s in info.defined)
-        if info is None:
+        info = elf.inspect(vendor.library, SYMBOLS)
+        symbols = tuple(s for s in SYMBOLS if s in info.defined)
+        if info.missing:
             verdict = f"no {vendor.library.name}"
         elif info.problem:
             verdict = info.problem
@@ -92,10 +103,14 @@ def inspect_chain(toolkit: Toolkit) -> tuple[ChainEntry, ...]:
     return tuple(entries)
 
 
-def select_vendor(chain: tuple[ChainEntry, ...]) -> ChainEntry | Problem:
+def select_vendor(
+    chain: tuple[ChainEntry, ...], skipped: Sequence[Skipped] = ()
+) -> ChainEntry | Problem:
     """The entry whose library MegaMoe must come from, by what the files say."""
     if not chain:
-        return Problem(Code.FILE_MISSING, "the vendor chain is empty: no operator library")
+        over = "; ".join(f"{s.entry!r} ({s.found_via}): {s.reason}" for s in skipped)
+        passed = f"; passed over: {over}" if over else ""
+        return Problem(Code.FILE_MISSING, f"the vendor chain is empty: no operator library{passed}")
     having = [entry for entry in chain if entry.symbols]
     first = chain[0]
     if not first.symbols and having and having[0].vendor.builtin:
@@ -111,13 +126,22 @@ def select_vendor(chain: tuple[ChainEntry, ...]) -> ChainEntry | Problem:
                     f"{other.vendor.library}",
                 )
         # With no symbol anywhere, the first vendor that has a library at all explains most.
-        present = next((e for e in chain if e.vendor.library.exists()), first)
+        present = next((e for e in chain if files.exists(e.vendor.library)), first)
         return first if first.symbols else present
+    behind = next((e for e in having if len(e.symbols) == 2), None)
+    if behind is None:
+        half = having[0]
+        launch_only = half.symbols == (LAUNCH_SYMBOL,)
+        return Problem(
+            Code.ONLY_LAUNCH_SYMBOL if launch_only else Code.ONLY_WORKSPACE_SYMBOL,
+            f"no entry of the chain provides both symbols; {half.vendor.library} has only "
+            f"{half.symbols[0]}, and is not the first",
+        )
     return Problem(
         Code.WRONG_VENDOR,
         f"MegaMoe's vendor must be the first of the chain; {first.vendor.path} is first and "
         f"provides neither {LAUNCH_SYMBOL} nor {WORKSPACE_SYMBOL} ({first.verdict}), "
-        f"{having[0].vendor.library} does but stands behind it",
+        f"{behind.vendor.library} does but stands behind it",
     )
 
 
@@ -138,7 +162,7 @@ def resolve_mega_moe(
         base_libraries: the toolkit's libraries as loaded here.
     """
     chain = inspect_chain(toolkit)
-    entry = select_vendor(chain)
+    entry = select_vendor(chain, toolkit.skipped)
     if isinstance(entry, Problem):
         return entry
     vendor = entry.vendor
@@ -146,6 +170,11 @@ def resolve_mega_moe(
         return Problem(
             Code.WRONG_VENDOR, f"the chain's vendor is {vendor.path}, expected {expected_vendor!r}"
         )
+    harm = check_file(vendor.library, vendor.found_via) or _opening_harm(
+        native, vendor.library, base_libraries
+    )
+    if harm is not None:
+        return harm
     opened = open_library(native, vendor.library, vendor.found_via)
     if isinstance(opened, Problem):
         return opened
@@ -153,12 +182,20 @@ def resolve_mega_moe(
     bound = _bind(native, handle, vendor.library)
     if isinstance(bound, Problem):
         return bound
-    for problem in (*(p.problem for p in bound[1]), _rival_copy(native, library)):
+    for problem in (
+        *(p.problem for p in bound[1]),
+        _shadowed_inside(native, handle, vendor.library),
+        _rival_copy(native, library),
+        _second_base(native, library, base_libraries),
+    ):
         if problem is not None:
             return problem
     addresses, provenance = bound
     # Only now: nothing is called in a library whose origin is not verified.
     identified = abi_detect.identify(toolkit, vendor, library.path, base_libraries, pinned)
+    replaced = changed(library.path)  # what was looked at is what is loaded?
+    if replaced is not None:
+        return replaced
     return MegaMoeSymbols(
         identified,
         int(native.ffi.cast("uintptr_t", addresses[WORKSPACE_SYMBOL])),
@@ -168,6 +205,14 @@ def resolve_mega_moe(
         entry.version,
         library,
     )
+
+
+def _opening_harm(native: Any, path: Path, bases: Sequence[Path]) -> Problem | None:
+    """Its constructors may do anything, so they run in a child first."""
+    harm = "" if is_loaded(native, path) else abi_detect.opening_harm(path, bases)
+    if not harm:
+        return None
+    return Problem(Code.UNLOADABLE, f"{path} cannot be loaded: a process that opens it {harm}")
 
 
 def _bind(
@@ -183,7 +228,7 @@ def _bind(
         return Problem(
             Code.NO_SYMBOLS,
             f"{path} exports neither {LAUNCH_SYMBOL} nor {WORKSPACE_SYMBOL}; "
-            f"{describe(path.parent)}",
+            f"{files.describe(path.parent)}",
         )
     if len(addresses) == 1:
         only_launch = LAUNCH_SYMBOL in addresses
@@ -198,13 +243,50 @@ def _rival_copy(native: Any, library: LoadedLibrary) -> Problem | None:
     """Another loaded file of the same name that defines MegaMoe as well.
 
     Both would register the same operator type with the framework; which one then runs is chance.
-    A companion vendor's file without MegaMoe is no rival.
+    A companion vendor's file without MegaMoe is no rival. A file that was replaced on disk and
+    opened again is its own rival.
     """
+    real = os.path.realpath(library.path)
+    if sum(os.path.realpath(path) == real for path in loaded_objects(native)) > 1:
+        return Problem(
+            Code.LOADED_ELSEWHERE,
+            f"{library.path} is loaded twice: it was replaced on disk after this process had "
+            f"loaded it",
+        )
     for path in library.other_copies:
         if elf.inspect(path, SYMBOLS).defined:
             return Problem(
                 Code.LOADED_ELSEWHERE,
                 f"{library.path} is the verified library, but {os.fspath(path)} with MegaMoe "
                 f"symbols is loaded in this process too",
+            )
+    return None
+
+
+def _shadowed_inside(native: Any, handle: Any, path: Path) -> Problem | None:
+    """Whether the library's own inner calls would leave it."""
+    for symbol in INNER_SYMBOLS:
+        address = native.lib.xm_dlsym(handle, symbol.encode(), native.ffi.NULL, 0)
+        if address == native.ffi.NULL:
+            continue
+        shadow = shadow_of(native, symbol, address)
+        if shadow is not None:
+            return Problem(
+                Code.INTERPOSED,
+                f"{symbol}, which MegaMoe calls inside {path}, is shadowed in the process by "
+                f"{shadow}",
+            )
+    return None
+
+
+def _second_base(native: Any, library: LoadedLibrary, bases: Sequence[Path]) -> Problem | None:
+    """Another copy of one of the toolkit's libraries that came with the vendor's."""
+    for base in bases:
+        others = other_copies(native, base)
+        if others:
+            return Problem(
+                Code.LOADED_ELSEWHERE,
+                f"beside {base}, {', '.join(map(str, others))} is loaded in this process too, "
+                f"perhaps as a dependency of {library.path}",
             )
     return None

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import total_ordering
 from pathlib import Path
 
+from xmoe.kernels.acl import files
+
 TOOLKIT_FILES = (
     "version.info",
     "compiler/version.info",
@@ -92,7 +94,7 @@ class VersionReport:
 def read_info(path: Path) -> dict[str, str]:
     """`key=value` lines of a version file with lower-case keys; empty when it cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8-sig", errors="replace")
+        text = files.read_text(path)
     except OSError:
         return {}
     pairs = (line.split("=", 1) for line in text.splitlines() if "=" in line)
