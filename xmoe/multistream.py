@@ -78,7 +78,7 @@ class Capabilities:
         recv_send_same_channel_exclusive: a receive and a send of one channel may not run at once.
         recv_blocks_cores: a receive that waits holds the cores that compute needs.
         host_metadata: shape and layer of an item are known only after its receive.
-        metadata_reads: ways in which that can be read here.
+        metadata_reads: ways in which that can be read here. metadata_problems: why others cannot.
         graph_safe: the operators may be captured.
         max_outstanding_per_channel: dispatches that may be unanswered; None: no limit here.
         ready_probe: there is a readiness probe that holds no cores.
@@ -98,6 +98,7 @@ class Capabilities:
     ready_probe: bool
     core_limits: bool
     peer_abort: bool
+    metadata_problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,13 @@ def _problems(c: MultistreamConfig, a: Capabilities, s: PipelineShape) -> Sequen
         found.append('split="token" needs tp_size of 2 or more')
     if a.host_metadata and c.metadata_read not in a.metadata_reads:
         ways = ", ".join(sorted(m.value for m in a.metadata_reads))
-        found.append(f'metadata_read="{c.metadata_read.value}": readable here: {ways}')
+        why = "".join(f"; {problem}" for problem in a.metadata_problems)
+        found.append(f'metadata_read="{c.metadata_read.value}": readable here: {ways}{why}')
+    if not a.host_metadata and c.metadata_read is not MetadataRead.BLOCKING:
+        found.append(
+            f'metadata_read="{c.metadata_read.value}": shapes are known in advance here, nothing '
+            "is read; leave it out"
+        )
     if c.mode is StreamMode.OVERLAP:
         found += _overlap_problems(c, a, s)
     return found

@@ -21,6 +21,6 @@ OPERATORS: dict[str, str] = {
     "aclnnXsdUmdkAsyncDispatchRecv": "TT" + "i" * 11 + "s" + "T" * 7,
     "aclnnXsdUmdkAsyncCombineSend": "TTTT" + "i" * 10 + "s",
     "aclnnXsdUmdkAsyncCombineRecv": "TTTT" + "i" * 9 + "s" + "T",
-    "aclnnXsdTimedKernel": "TTT" + "iiii" + "dd" + "T",
+    "aclnnXsdTimedKernel": "TTTT" + "iiii" + "ddd" + "T",
 }
 CTYPES = {"T": "const aclTensor*", "i": "int64_t", "d": "double", "s": "char*"}

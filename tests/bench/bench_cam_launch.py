@@ -55,15 +55,16 @@ def camp2p(one: Any, rounds: int, clock: Clock) -> None:
     from xmoe.kernels.ops.cam.topology import CamP2PTopology
 
     group, stream = one.communicator("p2p"), one.stream()
-    t, ops = CamP2PTopology(1, 1, one.rank, HIDDEN, topk=TOPK), HostCamP2POps(one.library)
+    t = CamP2PTopology(1, 1, one.rank, HIDDEN, topk=TOPK)
+    ops = HostCamP2POps(one.library, t)
     rows, side = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), "FFN" if t.is_ffn else "Attn"
-    out, result = ops.empty_a2e(t, TOKENS), torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    out, result = ops.empty_a2e(TOKENS), torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
     for _ in range(rounds):
         given = None if t.is_ffn else rows
-        clock(f"a2e {side}", ops.a2e, t, group, given, TOKENS, stream=stream, out=out)
+        clock(f"a2e {side}", ops.a2e, group, given, TOKENS, stream=stream, out=out)
         one.sync(stream)
         state = out.atten_batch_size
-        clock(f"e2a {side}", ops.e2a, t, group, rows, state, stream=stream, out=result)
+        clock(f"e2a {side}", ops.e2a, group, rows, state, stream=stream, out=result)
         one.sync(stream)
         work = torch.zeros_like(rows)
         kernel = {"stream": stream, "microseconds": 0, "vector_cores": 1, "rows": rows, "out": work}
@@ -79,24 +80,24 @@ def camasync(one: Any, rounds: int, clock: Clock) -> None:
 
     group, stream = one.communicator("async"), one.stream()
     t = CamAsyncTopology(1, 1, one.rank, HIDDEN, TOPK, EXPERTS, max_seq_len=TOKENS)
-    ops = HostCamAsyncOps(one.library)
+    ops = HostCamAsyncOps(one.library, t)
     rows = torch.zeros(TOKENS * TOPK, HIDDEN, dtype=torch.bfloat16)
     if t.is_ffn:
-        item = ops.empty_item(t)
+        item = ops.empty_item()
         for _ in range(rounds):
-            clock("dispatch_recv", ops.dispatch_recv, t, group, stream=stream, out=item)
+            clock("dispatch_recv", ops.dispatch_recv, group, stream=stream, out=item)
             one.sync(stream)
             info = item.batch_info
-            clock("combine_send", ops.combine_send, t, group, rows, info, stream=stream)
+            clock("combine_send", ops.combine_send, group, rows, info, stream=stream)
             one.sync(stream)
         return
     x = rows[:TOKENS].clone()
     ids = torch.arange(TOKENS * TOPK, dtype=torch.int32).reshape(TOKENS, TOPK) % EXPERTS
     ids, weights, result = ids.contiguous(), torch.ones(TOKENS, TOPK), torch.zeros_like(x)
     for _ in range(rounds):
-        clock("dispatch_send", ops.dispatch_send, t, group, x, ids, 0, stream=stream)
+        clock("dispatch_send", ops.dispatch_send, group, x, ids, 0, stream=stream)
         one.sync(stream)
-        clock("combine_recv", ops.combine_recv, t, group, ids, weights, stream=stream, out=result)
+        clock("combine_recv", ops.combine_recv, group, ids, weights, stream=stream, out=result)
         one.sync(stream)
 
 

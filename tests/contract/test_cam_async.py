@@ -61,7 +61,7 @@ def experts(item: DispatchItem, first_expert: int, quant: bool) -> torch.Tensor:
 
 def ffn_side(one: CamRank, t: CamAsyncTopology, group: str, dispatches: int) -> list[list[int]]:
     """Serve until `dispatches` were finished; returns rank, layer, first and last expert, rows."""
-    ops = HostCamAsyncOps(one.library)
+    ops = HostCamAsyncOps(one.library, t)
     recv, send = one.stream(), one.stream()
     seen, finished = [], 0
     first_expert = (t.rank - t.attn_size) * EXPERTS
@@ -69,11 +69,11 @@ def ffn_side(one: CamRank, t: CamAsyncTopology, group: str, dispatches: int) -> 
         # Ungated, the receive would take all cores before the send of the last item has any.
         while one.soft.ready(t, group) == 0:
             time.sleep(0.0005)
-        item = ops.dispatch_recv(t, group, stream=recv)
+        item = ops.dispatch_recv(group, stream=recv)
         one.sync(recv)
         out = experts(item, first_expert, t.dynamic_quant)
         one.keep((item, out))
-        ops.combine_send(t, group, out, item.batch_info, stream=send)  # beside the next receive
+        ops.combine_send(group, out, item.batch_info, stream=send)  # beside the next receive
         info = item.batch_info.tolist()
         finished += info[4] == EXPERTS - 1
         seen.append([info[1], info[2], info[3], info[4], int(item.tokens_per_expert.sum())])
@@ -84,14 +84,14 @@ def ffn_side(one: CamRank, t: CamAsyncTopology, group: str, dispatches: int) -> 
 def attention_side(
     one: CamRank, t: CamAsyncTopology, group: str, layers: int, tokens: int, routing: str
 ) -> list[np.ndarray]:
-    ops, stream = HostCamAsyncOps(one.library), one.stream()
+    ops, stream = HostCamAsyncOps(one.library, t), one.stream()
     got = []
     for layer in range(layers):
         data = case(t.rank, layer, tokens, t.ffn_size * EXPERTS, routing)
         x = torch.from_numpy(data["x"]).to(torch.bfloat16)
         ids, w = torch.from_numpy(data["ids"]).clone(), torch.from_numpy(data["w"]).clone()
-        ops.dispatch_send(t, group, x, ids, layer, stream=stream)
-        result = ops.combine_recv(t, group, ids, w, stream=stream)
+        ops.dispatch_send(group, x, ids, layer, stream=stream)
+        result = ops.combine_recv(group, ids, w, stream=stream)
         one.sync(stream)
         got.append(result.float().numpy())
     return got
@@ -186,26 +186,27 @@ def test_groups_take_turns(tmp_path: Path) -> None:
 def turns(rank: int, _: Any, folder: str) -> list[list[int]]:
     with cam_rank(rank, 4, folder) as one:
         group = one.communicator("afd")
-        t, ops, stream = topology(rank, 3, 1), HostCamAsyncOps(one.library), one.stream()
+        t = topology(rank, 3, 1)
+        ops, stream = HostCamAsyncOps(one.library, t), one.stream()
         order = []
         for layer in range(2):
             if not t.is_ffn:
                 data = case(rank, layer, 4, EXPERTS, "mixed")
                 x = torch.from_numpy(data["x"]).to(torch.bfloat16)
                 ids, w = torch.from_numpy(data["ids"]).clone(), torch.from_numpy(data["w"]).clone()
-                ops.dispatch_send(t, group, x, ids, layer, stream=stream)
-                one.keep(ops.combine_recv(t, group, ids, w, stream=stream))
+                ops.dispatch_send(group, x, ids, layer, stream=stream)
+                one.keep(ops.combine_recv(group, ids, w, stream=stream))
                 one.sync(stream)
                 continue
             while one.soft.ready(t, group) < 3:
                 pass
             for _i in range(3):
-                item = ops.dispatch_recv(t, group, stream=stream)
+                item = ops.dispatch_recv(group, stream=stream)
                 one.sync(stream)
                 order.append(item.batch_info[1:3].tolist())
                 one.mark(f"l{layer}")
                 out = experts(item, 0, False)
-                ops.combine_send(t, group, out, item.batch_info, stream=stream)
+                ops.combine_send(group, out, item.batch_info, stream=stream)
                 one.sync(stream)
         return order
 
@@ -215,16 +216,16 @@ def quantised(rank: int, _: Any, folder: str) -> Any:
     with cam_rank(rank, 2, folder) as one:
         group = one.communicator("afd")
         t = topology(rank, 1, 1, dynamic_quant=True)
-        ops, stream = HostCamAsyncOps(one.library), one.stream()
+        ops, stream = HostCamAsyncOps(one.library, t), one.stream()
         if not t.is_ffn:
             x = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(3))
             x[5] = 0
             x = x.to(torch.bfloat16)
             ids = torch.arange(8 * TOPK, dtype=torch.int32).reshape(8, TOPK) % EXPERTS
-            ops.dispatch_send(t, group, x, ids, 0, stream=stream)
+            ops.dispatch_send(group, x, ids, 0, stream=stream)
             one.sync(stream)
             return x.float().numpy(), ids.numpy()
-        item = ops.dispatch_recv(t, group, stream=stream)
+        item = ops.dispatch_recv(group, stream=stream)
         one.sync(stream)
         n = int(item.tokens_per_expert.sum())
         return (
@@ -251,24 +252,25 @@ def shared(rank: int, _: Any, folder: str) -> Any:
     """The older operator set: slot 0 of every FFN rank is the shared expert (factor 3)."""
     with cam_rank(rank, 3, folder) as one:
         group = one.communicator("afd")
-        t, stream = topology(rank, 1, 2), one.stream()
-        ops = HostCamAsyncOps(one.library, shared_expert=True)
+        t = topology(rank, 1, 2)
+        stream = one.stream()
+        ops = HostCamAsyncOps(one.library, t, shared_expert=True)
         if not t.is_ffn:
             data = case(0, 0, 10, 2 * EXPERTS, "mixed")
             ids, w = torch.from_numpy(data["ids"]).clone(), torch.from_numpy(data["w"]).clone()
             x = torch.from_numpy(data["x"]).to(torch.bfloat16)
-            ops.dispatch_send(t, group, x, ids, 5, stream=stream)
-            result = ops.combine_recv(t, group, ids, w, stream=stream)
+            ops.dispatch_send(group, x, ids, 5, stream=stream)
+            result = ops.combine_recv(group, ids, w, stream=stream)
             one.sync(stream)
             return result.float().numpy()
-        item = ops.dispatch_recv(t, group, stream=stream)
+        item = ops.dispatch_recv(group, stream=stream)
         one.sync(stream)
         assert item.shared_count is not None and item.shared_hidden_states is not None
         n = int(item.shared_count)
         out = experts(item, (rank - 1) * EXPERTS, False)
         shared_out = item.shared_hidden_states[: max(1, n)] * 3
         ops.combine_send(
-            t, group, out, item.batch_info, stream=stream, shared_out=shared_out.contiguous()
+            group, out, item.batch_info, stream=stream, shared_out=shared_out.contiguous()
         )
         one.sync(stream)
         return n, int(item.batch_info[2])

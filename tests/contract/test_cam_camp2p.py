@@ -31,18 +31,18 @@ def topology(rank: int, ffn: int, attn: int, aiv_num: int = 8) -> CamP2PTopology
 
 
 def ffn_side(one: CamRank, t: CamP2PTopology, groups: list[str], layers: int, count: int) -> bool:
-    ops, keep, stream = HostCamP2POps(one.library), [], one.stream()
+    ops, keep, stream = HostCamP2POps(one.library, t), [], one.stream()
     exact = True
     for layer in range(layers):
         for stage, group in enumerate(groups):
             total = count * t.ratio
-            got = ops.a2e(t, group, None, total, stream=stream)
+            got = ops.a2e(group, None, total, stream=stream)
             one.sync(stream)
             want = torch.cat([rows(p, stage, layer, count) for p in t.attention_peers()])
             exact &= torch.equal(got.hidden_states[: len(want)], want)
             out = got.hidden_states * 2 + 1
             keep.append(out)
-            ops.e2a(t, group, out, got.atten_batch_size, stream=stream)
+            ops.e2a(group, out, got.atten_batch_size, stream=stream)
             one.sync(stream)
     return exact
 
@@ -50,15 +50,15 @@ def ffn_side(one: CamRank, t: CamP2PTopology, groups: list[str], layers: int, co
 def attention_side(
     one: CamRank, t: CamP2PTopology, groups: list[str], layers: int, count: int
 ) -> bool:
-    ops, stream = HostCamP2POps(one.library), one.stream()
+    ops, stream = HostCamP2POps(one.library, t), one.stream()
     exact = True
     for layer in range(layers):
         sent = [rows(one.rank, stage, layer, count) for stage in range(len(groups))]
         states = []
         for x, group in zip(sent, groups, strict=True):
-            states.append(ops.a2e(t, group, x, count, stream=stream))
+            states.append(ops.a2e(group, x, count, stream=stream))
         for x, group, state in zip(sent, groups, states, strict=True):
-            got = ops.e2a(t, group, x, state.atten_batch_size, stream=stream)
+            got = ops.e2a(group, x, state.atten_batch_size, stream=stream)
             one.sync(stream)
             exact &= torch.equal(got, x * 2 + 1)
     return exact
@@ -86,17 +86,18 @@ def extra_launch(rank: int, _: Any, folder: str) -> tuple[int, str]:
     """The Attention rank launches a2e twice before the FFN rank's first: the counters differ."""
     with cam_rank(rank, 2, folder) as one:
         group = one.communicator("afd")
-        t, ops, stream = topology(rank, 1, 1), HostCamP2POps(one.library), one.stream()
+        t = topology(rank, 1, 1)
+        ops, stream = HostCamP2POps(one.library, t), one.stream()
         x = rows(1, 0, 0, 4)
         if not t.is_ffn:
             for _i in range(2):
-                ops.a2e(t, group, x, 4, stream=stream)
+                ops.a2e(group, x, 4, stream=stream)
             one.sync(stream)
             one.mark("sent")
             one.meet("gave up")  # a rank that leaves would be reported instead of the timeout
             return 0, str(one.soft.counters(group).order_violations)
         one.meet("sent")
-        ops.a2e(t, group, None, 4, stream=stream)
+        ops.a2e(group, None, 4, stream=stream)
         with pytest.raises(AclError) as caught:
             one.sync(stream)
         one.mark("gave up")
@@ -117,12 +118,13 @@ def core_counts(rank: int, _: Any, folder: str) -> int:
     """The Attention rank takes more cores for e2a than for a2e: new counters start behind."""
     with cam_rank(rank, 2, folder) as one:
         group = one.communicator("afd")
-        ops, stream = HostCamP2POps(one.library), one.stream()
+        t, stream = topology(rank, 1, 1), one.stream()
+        more = topology(rank, 1, 1, aiv_num=8 if rank == 0 else 16)
+        ops, others = (HostCamP2POps(one.library, each) for each in (t, more))
         x = rows(1, 0, 0, 4)
-        state = ops.a2e(topology(rank, 1, 1), group, x, 4, stream=stream)
+        state = ops.a2e(group, x, 4, stream=stream)
         one.sync(stream)
-        t = topology(rank, 1, 1, aiv_num=8 if rank == 0 else 16)
-        ops.e2a(t, group, x, state.atten_batch_size, stream=stream)
+        others.e2a(group, x, state.atten_batch_size, stream=stream)
         if t.is_ffn:
             one.sync(stream)
             one.meet("gave up")
@@ -143,21 +145,22 @@ def overlapping(rank: int, _: Any, folder: str) -> tuple[int, int]:
     """FFN posts a2e(L+1) on the receive stream before e2a(L) is through: both count at once."""
     with cam_rank(rank, 2, folder) as one:
         group = one.communicator("afd")
-        t, ops = topology(rank, 1, 1), HostCamP2POps(one.library)
+        t = topology(rank, 1, 1)
+        ops = HostCamP2POps(one.library, t)
         recv, send = one.stream(), one.stream()
         x = rows(1, 0, 0, 4)
         if not t.is_ffn:
-            state = ops.a2e(t, group, x, 4, stream=recv)
-            ops.e2a(t, group, x, state.atten_batch_size, stream=recv)
+            state = ops.a2e(group, x, 4, stream=recv)
+            ops.e2a(group, x, state.atten_batch_size, stream=recv)
             with pytest.raises(AclError):
                 one.sync(recv)
             return 0, 0
-        first = ops.a2e(t, group, None, 4, stream=recv)
+        first = ops.a2e(group, None, 4, stream=recv)
         one.sync(recv)
-        ops.a2e(t, group, None, 4, stream=recv)  # spins: Attention has not sent it
+        ops.a2e(group, None, 4, stream=recv)  # spins: Attention has not sent it
         while one.soft.free_cores(0)[0] == 48:
             pass
-        ops.e2a(t, group, first.hidden_states, first.atten_batch_size, stream=send)
+        ops.e2a(group, first.hidden_states, first.atten_batch_size, stream=send)
         with pytest.raises(AclError) as caught:
             one.sync(send)
         return caught.value.code, one.soft.counters(group).overlap_violations
@@ -172,12 +175,13 @@ def test_strict_mode_reports_a_receive_that_overlaps_the_send_of_its_group(tmp_p
 def aborted(rank: int, _: Any, folder: str) -> tuple[int, str]:
     with cam_rank(rank, 2, folder) as one:
         group = one.communicator("afd")
-        t, ops, stream = topology(rank, 1, 1), HostCamP2POps(one.library), one.stream()
+        t = topology(rank, 1, 1)
+        ops, stream = HostCamP2POps(one.library, t), one.stream()
         if not t.is_ffn:
             one.meet("spinning")
             one.soft.abort(group, reason=7)
             return one.soft.abort_state(group), ""
-        ops.a2e(t, group, None, 4, stream=stream)
+        ops.a2e(group, None, 4, stream=stream)
         while one.soft.free_cores(0)[0] == 48:  # queued is not yet spinning
             pass
         one.mark("spinning")
@@ -196,17 +200,18 @@ def test_the_abort_word_releases_a_spinning_receive_on_the_peer(tmp_path: Path) 
 def refused(rank: int, _: Any, folder: str) -> list[str]:
     with cam_rank(rank, 2, folder) as one:
         group = one.communicator("afd")
-        t, ops, stream = topology(rank, 1, 1), HostCamP2POps(one.library), one.stream()
+        t = topology(rank, 1, 1)
+        ops, stream = HostCamP2POps(one.library, t), one.stream()
         x, told = rows(1, 0, 0, 4), []
         calls = [
-            lambda: ops.a2e(t, "nobody", x, 4, stream=stream),
-            lambda: ops.a2e(t, group, x, 0, stream=stream),
-            lambda: ops.e2a(t, group, x.float(), torch.zeros(1, dtype=torch.int32), stream=stream),
-            lambda: ops.e2a(t, group, x, torch.zeros(1, dtype=torch.int64), stream=stream),
+            lambda: ops.a2e("nobody", x, 4, stream=stream),
+            lambda: ops.a2e(group, x, 0, stream=stream),
+            lambda: ops.e2a(group, x.float(), torch.zeros(1, dtype=torch.int32), stream=stream),
+            lambda: ops.e2a(group, x, torch.zeros(1, dtype=torch.int64), stream=stream),
         ]
         if not t.is_ffn:
-            calls.append(lambda: ops.a2e(t, group, x[:, :8], 4, stream=stream))
-            calls.append(lambda: ops.a2e(t, group, torch.zeros(99999, HIDDEN), 1, stream=stream))
+            calls.append(lambda: ops.a2e(group, x[:, :8], 4, stream=stream))
+            calls.append(lambda: ops.a2e(group, torch.zeros(99999, HIDDEN), 1, stream=stream))
         for call in calls:
             with pytest.raises((AclError, ConfigError)) as caught:
                 call()

@@ -15,6 +15,7 @@ from support.cam_ranks import REMOTE, VECTOR_FAULT, VECTOR_TIMEOUT, CamRank, cam
 from support.ranks import run_ranks, values
 from xmoe.errors import AclError, CommError, ConfigError
 from xmoe.kernels.ops.cam.host import HostCamAsyncOps
+from xmoe.kernels.ops.cam.host_memory import StopBuffer
 from xmoe.kernels.ops.cam.topology import CamAsyncTopology
 
 HIDDEN, TOPK, EXPERTS = 16, 2, 4
@@ -33,11 +34,11 @@ def batch(value: float, first: int = 0) -> tuple[torch.Tensor, torch.Tensor, tor
 
 def answer(one: CamRank, t: CamAsyncTopology, group: str, stream: int) -> int:
     """Receive one item and send its rows back unchanged."""
-    ops = HostCamAsyncOps(one.library)
-    item = ops.dispatch_recv(t, group, stream=stream)
+    ops = HostCamAsyncOps(one.library, t)
+    item = ops.dispatch_recv(group, stream=stream)
     one.sync(stream)
     rows = item.hidden_states[: max(1, int(item.tokens_per_expert.sum()))]
-    ops.combine_send(t, group, rows.contiguous(), item.batch_info, stream=stream)
+    ops.combine_send(group, rows.contiguous(), item.batch_info, stream=stream)
     one.sync(stream)
     return int(item.batch_info[2])
 
@@ -45,14 +46,15 @@ def answer(one: CamRank, t: CamAsyncTopology, group: str, stream: int) -> int:
 def double_dispatch(rank: int, _: Any, folder: str) -> Any:
     with cam_rank(rank, 2, folder) as one:
         group = one.communicator("afd")
-        t, ops, stream = topology(rank), HostCamAsyncOps(one.library), one.stream()
+        t = topology(rank)
+        ops, stream = HostCamAsyncOps(one.library, t), one.stream()
         if t.is_ffn:
             one.meet("sent")
             return answer(one, t, group, stream)
         x1, ids1, w = batch(1.0)
         x2, ids2, _w = batch(2.0, first=1)
-        ops.dispatch_send(t, group, x1, ids1, 1, stream=stream)
-        ops.dispatch_send(t, group, x2, ids2, 2, stream=stream)
+        ops.dispatch_send(group, x1, ids1, 1, stream=stream)
+        ops.dispatch_send(group, x2, ids2, 2, stream=stream)
         code = 0
         try:
             one.sync(stream)
@@ -60,7 +62,7 @@ def double_dispatch(rank: int, _: Any, folder: str) -> Any:
             code = error.code
         one.mark("sent")
         again = one.stream()
-        got = ops.combine_recv(t, group, ids1, w, stream=again)
+        got = ops.combine_recv(group, ids1, w, stream=again)
         one.sync(again)
         return code, one.soft.counters(group).credit_violations, float(got[0, 0])
 
@@ -86,29 +88,30 @@ def prefetch(rank: int, _: Any, folder: str, gate: bool) -> Any:
     """Credit 1: the receive of item 2 is posted before the compute of item 1 is issued."""
     with cam_rank(rank, 2, folder) as one:
         group = one.communicator("afd")
-        t, ops = topology(rank), HostCamAsyncOps(one.library)
+        t = topology(rank)
+        ops = HostCamAsyncOps(one.library, t)
         recv, work, send = one.stream(), one.stream(), one.stream()
         if not t.is_ffn:
             for layer in range(2):
                 x, ids, w = batch(float(layer + 1))
-                ops.dispatch_send(t, group, x, ids, layer, stream=recv)
-                one.keep(ops.combine_recv(t, group, ids, w, stream=recv))
+                ops.dispatch_send(group, x, ids, layer, stream=recv)
+                one.keep(ops.combine_recv(group, ids, w, stream=recv))
                 try:
                     one.sync(recv)
                 except AclError as error:
                     return error.code
             return 0
         one.soft.trace(True)
-        item = ops.dispatch_recv(t, group, stream=recv)
+        item = ops.dispatch_recv(group, stream=recv)
         one.sync(recv)
         out = torch.empty(item.hidden_states.shape, dtype=torch.bfloat16)
         second = None
         if not gate:
-            second = ops.dispatch_recv(t, group, stream=recv)
+            second = ops.dispatch_recv(group, stream=recv)
             while one.soft.free_cores(rank)[0] != 0:
                 time.sleep(0.001)
         elif one.soft.ready(t, group) > 0:
-            second = ops.dispatch_recv(t, group, stream=recv)
+            second = ops.dispatch_recv(group, stream=recv)
         one.soft.timed_kernel(
             stream=work,
             microseconds=500,
@@ -122,13 +125,13 @@ def prefetch(rank: int, _: Any, folder: str, gate: bool) -> Any:
             one.sync(work, 5000)
             if not gate:
                 one.sync(recv)
-            ops.combine_send(t, group, out, item.batch_info, stream=send)
+            ops.combine_send(group, out, item.batch_info, stream=send)
             one.sync(send)
             while second is None and one.soft.ready(t, group) == 0:
                 time.sleep(0.001)
-            second = second or ops.dispatch_recv(t, group, stream=recv)
+            second = second or ops.dispatch_recv(group, stream=recv)
             one.sync(recv)
-            ops.combine_send(t, group, second.hidden_states, second.batch_info, stream=send)
+            ops.combine_send(group, second.hidden_states, second.batch_info, stream=send)
             one.sync(send)
             code = 0
         except AclError as error:
@@ -171,25 +174,26 @@ def test_a_core_partition_removes_the_deadlock(tmp_path: Path) -> None:
 def partitioned(rank: int, _: Any, folder: str) -> Any:
     with cam_rank(rank, 2, folder) as one:
         group = one.communicator("afd")
-        t, ops = topology(rank), HostCamAsyncOps(one.library)
+        t = topology(rank)
+        ops = HostCamAsyncOps(one.library, t)
         recv, work, send = one.stream(), one.stream(), one.stream()
         if not t.is_ffn:
             for layer in range(2):
                 x, ids, w = batch(float(layer + 1))
-                ops.dispatch_send(t, group, x, ids, layer, stream=recv)
-                one.keep(ops.combine_recv(t, group, ids, w, stream=recv))
+                ops.dispatch_send(group, x, ids, layer, stream=recv)
+                one.keep(ops.combine_recv(group, ids, w, stream=recv))
                 one.sync(recv)
             return 0
         one.soft.trace(True)
-        first = ops.dispatch_recv(t, group, stream=recv)
+        first = ops.dispatch_recv(group, stream=recv)
         one.sync(recv)
-        second = ops.dispatch_recv(t, group, stream=recv)
+        second = ops.dispatch_recv(group, stream=recv)
         one.soft.timed_kernel(stream=work, microseconds=500, vector_cores=8)
         one.sync(work, 5000)
         for item in (first, second):
             if item is second:
                 one.sync(recv)
-            ops.combine_send(t, group, item.hidden_states, item.batch_info, stream=send)
+            ops.combine_send(group, item.hidden_states, item.batch_info, stream=send)
             one.sync(send)
         kernel = next(k for k in one.soft.read_trace() if k.op == "aclnnXsdTimedKernel")
         return 0, (kernel.cores_ns - kernel.start_ns) / 1e6, 48
@@ -199,22 +203,23 @@ def blocked(rank: int, _: Any, folder: str) -> Any:
     """Shutdown while a receive spins, and a compute kernel waits for the cores it holds."""
     with cam_rank(rank, 2, folder) as one:
         group = one.communicator("afd")
-        t, ops = topology(rank), HostCamAsyncOps(one.library)
+        t = topology(rank)
+        ops = HostCamAsyncOps(one.library, t)
         recv, send = one.stream(), one.stream()
         if not t.is_ffn:
             one.meet("spinning")
             one.soft.abort(group, reason=3)
             with pytest.raises(AclError) as caught:
                 x, ids, w = batch(1.0)
-                one.keep(ops.combine_recv(t, group, ids, w, stream=recv))
+                one.keep(ops.combine_recv(group, ids, w, stream=recv))
                 one.sync(recv)
             return caught.value.code
-        item = ops.dispatch_recv(t, group, stream=recv)
+        item = ops.dispatch_recv(group, stream=recv)
         while one.soft.free_cores(rank)[0] != 0:
             time.sleep(0.001)
         info = torch.zeros(t.info_length(False), dtype=torch.int64)
         rows = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
-        ops.combine_send(t, group, rows, info, stream=send)  # waits for cores
+        ops.combine_send(group, rows, info, stream=send)  # waits for cores
         one.mark("spinning")
         codes = []
         for stream in (recv, send):
@@ -238,22 +243,16 @@ def stopped(rank: int, _: Any, folder: str) -> Any:
     """The operators' own stop buffer: a synthetic item that combine_send skips."""
     with cam_rank(rank, 2, folder) as one:
         group = one.communicator("afd")
-        t, ops, stream = (
-            topology(rank, dynamic_quant=True),
-            HostCamAsyncOps(one.library),
-            one.stream(),
-        )
+        t, stream = topology(rank, dynamic_quant=True), one.stream()
+        ops, stop = HostCamAsyncOps(one.library, t), StopBuffer(one.library)
         if not t.is_ffn:
             return None
-        stop = torch.zeros(16, dtype=torch.bfloat16)
-        item = ops.dispatch_recv(t, group, stream=stream, stop=stop)
+        item = ops.dispatch_recv(group, stream=stream, stop=stop.tensor)
         while one.soft.free_cores(rank)[0] != 0:
             time.sleep(0.001)
-        words = stop.view(torch.int64)
-        words[1] = 9
-        words[0] = 1
+        stop.write(one.stream(), layer=9)  # the receive holds its own stream
         rows = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
-        ops.combine_send(t, group, rows, item.batch_info, stream=stream)
+        ops.combine_send(group, rows, item.batch_info, stream=stream)
         one.sync(stream)
         return item.batch_info.tolist(), item.tokens_per_expert.tolist(), float(item.scales[0])
 
@@ -267,15 +266,16 @@ def test_the_stop_buffer_ends_a_blocked_receive(tmp_path: Path) -> None:
 def silent(rank: int, _: Any, folder: str) -> Any:
     with cam_rank(rank, 2, folder) as one:
         group = one.communicator("afd")
-        t, ops, stream = topology(rank), HostCamAsyncOps(one.library), one.stream()
+        t = topology(rank)
+        ops, stream = HostCamAsyncOps(one.library, t), one.stream()
         x, ids, w = batch(1.0)
         if t.is_ffn:
-            item = ops.dispatch_recv(t, group, stream=stream)
+            item = ops.dispatch_recv(group, stream=stream)
             one.sync(stream)  # and never answers
             one.meet("gave up")
             return item.batch_info[2].item()
-        ops.dispatch_send(t, group, x, ids, 0, stream=stream)
-        one.keep(ops.combine_recv(t, group, ids, w, stream=stream))
+        ops.dispatch_send(group, x, ids, 0, stream=stream)
+        one.keep(ops.combine_recv(group, ids, w, stream=stream))
         with pytest.raises(AclError) as caught:
             one.sync(stream)
         one.mark("gave up")
@@ -292,14 +292,15 @@ def test_a_peer_that_never_answers_is_a_timeout_that_says_what_is_missing(tmp_pa
 def dying(rank: int, _: Any, folder: str) -> Any:
     with cam_rank(rank, 2, folder) as one:
         group = one.communicator("afd")
-        t, ops, stream = topology(rank), HostCamAsyncOps(one.library), one.stream()
+        t = topology(rank)
+        ops, stream = HostCamAsyncOps(one.library, t), one.stream()
         x, ids, w = batch(1.0)
         if t.is_ffn:
-            item = ops.dispatch_recv(t, group, stream=stream)
+            item = ops.dispatch_recv(group, stream=stream)
             one.sync(stream)
             os._exit(17 + int(item.batch_info[2]))  # between receive and send
-        ops.dispatch_send(t, group, x, ids, 0, stream=stream)
-        one.keep(ops.combine_recv(t, group, ids, w, stream=stream))
+        ops.dispatch_send(group, x, ids, 0, stream=stream)
+        one.keep(ops.combine_recv(group, ids, w, stream=stream))
         begin = time.monotonic()
         with pytest.raises(AclError) as caught:
             one.sync(stream)
@@ -318,28 +319,29 @@ def test_a_peer_that_dies_between_receive_and_send_ends_the_wait_at_once(tmp_pat
 def refused(rank: int, _: Any, folder: str) -> list[str]:
     with cam_rank(rank, 2, folder) as one:
         group = one.communicator("afd")
-        t, ops, stream = topology(rank), HostCamAsyncOps(one.library), one.stream()
+        t = topology(rank)
+        ops, stream = HostCamAsyncOps(one.library, t), one.stream()
         x, ids, w = batch(1.0)
         info = torch.zeros(t.info_length(False), dtype=torch.int64)
         if t.is_ffn:
             calls = [
-                lambda: ops.dispatch_recv(t, group, stream=stream, stop=torch.zeros(16)),
-                lambda: ops.dispatch_recv(t, group, stream=stream, out=ops.empty_item(t, 7)),
-                lambda: ops.combine_send(t, group, x.to(torch.int8), info, stream=stream),
-                lambda: ops.combine_send(t, group, x[:0], info, stream=stream),
-                lambda: ops.combine_send(t, group, x, info[:-1], stream=stream),
-                lambda: ops.combine_send(t, group, x, info, stream=stream, shared_out=x),
-                lambda: ops.dispatch_send(t, group, x, ids, 0, stream=stream),
+                lambda: ops.dispatch_recv(group, stream=stream, stop=torch.zeros(16)),
+                lambda: ops.dispatch_recv(group, stream=stream, out=ops.empty_item(7)),
+                lambda: ops.combine_send(group, x.to(torch.int8), info, stream=stream),
+                lambda: ops.combine_send(group, x[:0], info, stream=stream),
+                lambda: ops.combine_send(group, x, info[:-1], stream=stream),
+                lambda: ops.combine_send(group, x, info, stream=stream, shared_out=x),
+                lambda: ops.dispatch_send(group, x, ids, 0, stream=stream),
             ]
         else:
             calls = [
-                lambda: ops.dispatch_send(t, "x", x, ids, 0, stream=stream),
-                lambda: ops.dispatch_send(t, group, x[:0], ids[:0], 0, stream=stream),
-                lambda: ops.dispatch_send(t, group, x, ids.long(), 0, stream=stream),
-                lambda: ops.dispatch_send(t, group, x, ids, -1, stream=stream),
-                lambda: ops.dispatch_send(t, group, x.float(), ids, 0, stream=stream),
-                lambda: ops.combine_recv(t, group, ids, w.double(), stream=stream),
-                lambda: ops.combine_recv(t, group, ids[:, :1], w, stream=stream),
+                lambda: ops.dispatch_send("x", x, ids, 0, stream=stream),
+                lambda: ops.dispatch_send(group, x[:0], ids[:0], 0, stream=stream),
+                lambda: ops.dispatch_send(group, x, ids.long(), 0, stream=stream),
+                lambda: ops.dispatch_send(group, x, ids, -1, stream=stream),
+                lambda: ops.dispatch_send(group, x.float(), ids, 0, stream=stream),
+                lambda: ops.combine_recv(group, ids, w.double(), stream=stream),
+                lambda: ops.combine_recv(group, ids[:, :1], w, stream=stream),
             ]
         told = []
         for call in calls:
@@ -365,13 +367,14 @@ def test_an_expert_that_exceeds_the_capacity_is_reported(tmp_path: Path) -> None
 def too_many(rank: int, _: Any, folder: str) -> str:
     with cam_rank(rank, 2, folder) as one:
         group = one.communicator("afd")
-        t, ops, stream = topology(rank), HostCamAsyncOps(one.library), one.stream()
+        t = topology(rank)
+        ops, stream = HostCamAsyncOps(one.library, t), one.stream()
         if not t.is_ffn:
             x, ids, _w = batch(1.0)
-            ops.dispatch_send(t, group, x, ids, 0, stream=stream)
+            ops.dispatch_send(group, x, ids, 0, stream=stream)
             one.sync(stream)
             return ""
-        one.keep(ops.dispatch_recv(t, group, stream=stream))
+        one.keep(ops.dispatch_recv(group, stream=stream))
         with pytest.raises(AclError) as caught:
             one.sync(stream)
         return caught.value.detail

@@ -29,8 +29,8 @@ def kernel_plan(one: CamRank, **change: Any) -> op_plan.OpPlan:
     given = {"rows": rows, "cores": 1, "tag": NUMBER, "alpha": 3.0, "out": out} | change
     return one.library.plan(
         KERNEL,
-        (given["rows"], None, None, given["cores"], 0, 0, given["tag"], given["alpha"], 0.0,
-         given["out"]),
+        (given["rows"], None, None, None, given["cores"], 0, 0, given["tag"], given["alpha"], 0.0,
+         0.0, given["out"]),
     )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def test_what_a_plan_refuses(tmp_path: Path) -> None:
     assert "closed" in seen["closed"]
     for what in ("text", "bool", "tensor", "double", "place", "nul"):
         assert seen[what].startswith("ConfigError") and "allowed: a value of kind" in seen[what]
-    assert "got 1 parameters; allowed: 10" in seen["count"]
+    assert "got 1 parameters; allowed: 12" in seen["count"]
     assert seen["stale"].startswith("LibraryError") and "build.py" in seen["stale"]
     assert seen["unknown"].startswith("SymbolMissing")
 
@@ -113,12 +113,12 @@ def bounded(rank: int, _: Any, folder: str) -> Any:
     """One group after the other, as over many runs: plans of old ones go, and the rest still works.
     The launches are refused by the library, which knows none of the groups."""
     with cam_rank(rank, 1, folder) as one:
-        stream, ops = one.stream(), HostCamP2POps(one.library)
-        t = CamP2PTopology(1, 1, 0, HIDDEN)
+        stream, t = one.stream(), CamP2PTopology(1, 1, 0, HIDDEN)
+        ops = HostCamP2POps(one.library, t)
         held = []
         for number in range(_MAX_PLANS + 5):
             with pytest.raises(Exception, match="no communicator named"):
-                ops.a2e(t, f"g{number}", None, ROWS, stream=stream)
+                ops.a2e(f"g{number}", None, ROWS, stream=stream)
             held.append(len(ops._plans))
         return max(held), len(ops._plans)
 
@@ -131,8 +131,8 @@ def test_plans_are_bounded(tmp_path: Path) -> None:
 def shapes(rank: int, _: Any, folder: str) -> list[str]:
     """Outputs that a caller owns are written by address, so a wrong one must never get through."""
     with cam_rank(rank, 1, folder) as one:
-        stream, ops, told = one.stream(), HostCamP2POps(one.library), []
-        t = CamP2PTopology(1, 1, 0, HIDDEN)
+        stream, told = one.stream(), []
+        ops = HostCamP2POps(one.library, CamP2PTopology(1, 1, 0, HIDDEN))
         for name, value in {
             "hidden_states": torch.empty(ROWS - 1, HIDDEN, dtype=torch.bfloat16),
             "sim_expert_ids": torch.empty(ROWS - 1, 1, dtype=torch.int32),
@@ -140,10 +140,10 @@ def shapes(rank: int, _: Any, folder: str) -> list[str]:
             "atten_batch_size": torch.empty(1, dtype=torch.int64),
             "x_active_mask": torch.empty(1, dtype=torch.int8),
         }.items():
-            out = ops.empty_a2e(t, ROWS)
+            out = ops.empty_a2e(ROWS)
             setattr(out, name, value)
             with pytest.raises(ConfigError) as caught:
-                ops.a2e(t, "g", None, ROWS, stream=stream, out=out)
+                ops.a2e("g", None, ROWS, stream=stream, out=out)
             told.append(str(caught.value).split("=")[0])
         with pytest.raises(ConfigError, match="the shape of rows"):
             one.soft.timed_kernel(

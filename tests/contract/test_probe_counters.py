@@ -47,10 +47,11 @@ def test_device_waits_are_counted_and_tasks_name_their_stream(tmp_path: Path) ->
 def copied(rank: int, _: Any, folder: str) -> Any:
     with cam_rank(rank, 2, folder) as one:
         group = one.communicator("afd")
-        t, ops, stream = CamP2PTopology(1, 1, rank, 512), HostCamP2POps(one.library), one.stream()
+        t = CamP2PTopology(1, 1, rank, 512)
+        ops, stream = HostCamP2POps(one.library, t), one.stream()
         one.soft.trace(True)
         x = None if t.is_ffn else torch.ones(10, 512, dtype=torch.bfloat16)
-        one.keep((x, ops.a2e(t, group, x, 10, stream=stream)))
+        one.keep((x, ops.a2e(group, x, 10, stream=stream)))
         one.sync(stream)
         entry = one.soft.read_trace()[0]
         return (entry.end_ns - entry.ready_ns) / 1e6, entry.stream

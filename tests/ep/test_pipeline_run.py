@@ -19,7 +19,7 @@ import pytest
 from support.tree import ROOT
 from xmoe.cli import main
 from xmoe.errors import ConfigError, PeerLost, PipelineStopped
-from xmoe.multistream import HostFence, MultistreamConfig, RecvGate, StreamMode
+from xmoe.multistream import HostFence, MetadataRead, MultistreamConfig, RecvGate, StreamMode
 from xmoe.pipeline import deployment
 from xmoe.pipeline.deployment import RankRun, RunSpec, own_tokens, rank_main, step_input
 from xmoe.pipeline.report import order_by_channel, report
@@ -114,6 +114,24 @@ def test_serial_and_overlap_give_the_same_bits_and_the_right_ones(name: str) -> 
                     {"recv", "compute", "send"} if one.mode == "overlap" else {"main"}
                 )
                 assert len(order_by_channel(one)["ffn"]) == one.items
+
+
+@pytest.mark.parametrize("quant", [False, True])
+def test_every_way_to_read_the_metadata_gives_the_same_bits(quant: bool) -> None:
+    """Two FFN ranks, one of them without rows; nothing is read on the host with "device"."""
+    digests = set()
+    for read in MetadataRead:
+        s = spec("camasync", ffn=2, routing="low", topk=3, layers=4, dynamic_quant=quant)
+        s = replace(s, config=replace(s.config, metadata_read=read))
+        check(s, BOTH)
+        results = run(s, BOTH)
+        found = report(s, BOTH, results)
+        assert found["equal"] is True and found["violations"] == 0
+        check_outputs(s, results)
+        digests.add(tuple(one.digest for runs in results for one in runs))
+        phases = {phase[1] for runs in results[s.attn :] for one in runs for phase in one.phases}
+        assert ("metadata" in phases) == (read is not MetadataRead.DEVICE)
+    assert len(digests) == 1
 
 
 def chunked(context: RankContext, s: RunSpec) -> Any:
@@ -241,26 +259,41 @@ def blocked(context: RankContext, s: RunSpec) -> Any:
                     return "idle"
                 loop = rank.ffn_loop(s.config, groups)
                 threading.Timer(0.3, loop.stop).start()
-                begin = time.monotonic()
+                begin, said = time.monotonic(), ""
                 try:
                     loop.serve(deployment.StepPlan(s.layers, (s.tokens,)))
                 except PipelineStopped as error:
                     said = str(error)
                 loop.close()
                 loop.close()
-                return said, loop.executor.quarantined, time.monotonic() - begin
+                failed = loop.executor.failed is not None
+                return said, loop.executor.quarantined, failed, time.monotonic() - begin
         except PeerLost as error:
             return str(error)
 
 
-def test_stop_while_a_receive_is_blocked_ends_it_by_the_abort_word() -> None:
-    s = spec("camasync", attn=1, wait_s=15.0, timeout_s=15.0)
+def in_cores_of_its_own(s: RunSpec, **kw: Any) -> RunSpec:
     config = replace(
-        s.config, recv_gate=RecvGate.CORE_PARTITION, recv_cores=16, compute_cores=8, send_cores=8
-    )
-    _, (said, quarantined, seconds) = run_ranks(blocked, 2, replace(s, config=config), silence_s=60)
+        s.config, recv_gate=RecvGate.CORE_PARTITION, recv_cores=16, compute_cores=8, send_cores=8,
+        **kw,
+    )  # fmt: skip
+    return replace(s, config=config)
+
+
+def test_stop_while_a_receive_is_blocked_ends_it_by_the_abort_word() -> None:
+    s = in_cores_of_its_own(spec("camasync", attn=1, wait_s=15.0, timeout_s=15.0))
+    _, (said, quarantined, failed, seconds) = run_ranks(blocked, 2, s, silence_s=60)
     assert "stopped during camasync" in said and "phase recv" in said
-    assert quarantined == 0 and seconds < 5
+    assert quarantined == 0 and failed and seconds < 5
+
+
+@pytest.mark.parametrize("read", list(MetadataRead))
+def test_stop_while_a_receive_is_blocked_ends_it_by_the_stop_buffer(read: MetadataRead) -> None:
+    """With quantisation: the loop ends well, and no group is aborted."""
+    s = spec("camasync", attn=1, dynamic_quant=True, wait_s=15.0, timeout_s=15.0)
+    s = in_cores_of_its_own(s, metadata_read=read)
+    _, (said, quarantined, failed, seconds) = run_ranks(blocked, 2, s, silence_s=60)
+    assert said == "" and quarantined == 0 and not failed and seconds < 5
 
 
 def partitioned(context: RankContext, s: RunSpec) -> Any:
@@ -269,11 +302,7 @@ def partitioned(context: RankContext, s: RunSpec) -> Any:
 
 
 def test_a_core_partition_takes_the_place_of_the_gate() -> None:
-    s = spec("camasync", attn=2, layers=4)
-    config = replace(
-        s.config, recv_gate=RecvGate.CORE_PARTITION, recv_cores=16, compute_cores=8, send_cores=8
-    )
-    s = replace(s, config=config)
+    s = in_cores_of_its_own(spec("camasync", attn=2, layers=4))
     check(s, BOTH)
     results = run_ranks(partitioned, s.size, s, silence_s=60)
     found = report(s, BOTH, results)
@@ -316,6 +345,7 @@ def test_the_command_compares_both_modes(
         ('camasync --multistream {"is_multistream":true}', "earlier connectors"),
         ('camasync --multistream {"max_inflght":2}', "nearest: max_inflight"),
         ('camasync --multistream {"memory_budget_bytes":1}', "slots need"),
+        ('camp2p --multistream {"metadata_read":"device"}', "shapes are known in advance"),
         ("camasync --attn 16", "16 ranks at most"),
     ],
 )

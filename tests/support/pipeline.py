@@ -61,10 +61,43 @@ class Memory:
             self.world.violation(f"{item} sends a buffer that is not its own")
 
 
-class MockP2P:
+class Allocates:
+    """`empty` of the operator protocols."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, stream: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+
+class MockCopy:
+    """HostCopy on the mock device."""
+
+    def __init__(self, device: MockNpu) -> None:
+        self.device = device
+        self.words: list[int] = []
+
+    def queue(self, words: Tensor, stream: int) -> None:
+        self.words = []
+
+        def finish() -> None:
+            self.words = words.tolist()
+
+        self.device.launch(stream, Kernel("copy", 0, finish=finish))
+
+    def read(self) -> list[int]:
+        return self.words
+
+
+class MockP2P(Allocates):
     """a2e and e2a of an FFN rank. The peer sends layer L+1 of a group once layer L was answered."""
 
-    def __init__(self, device: MockNpu, groups: tuple[str, ...], layers: int) -> None:
+    def __init__(
+        self,
+        device: MockNpu,
+        groups: tuple[str, ...],
+        layers: int,
+        topology: CamP2PTopology | None = None,
+    ) -> None:
+        self.topology = topology or CamP2PTopology(1, 1, 0, hidden=4)
         self.device = device
         self.world = device.world
         self.memory = Memory(device.world)
@@ -89,9 +122,9 @@ class MockP2P:
             if self.alive and count < self.layers and count == self.answered[group]
         ]
 
-    def empty_a2e(self, topology: CamP2PTopology, num_tokens: int) -> A2EOutput:
-        rows = torch.zeros(num_tokens, topology.hidden, dtype=torch.bfloat16)
-        flat = torch.zeros(num_tokens, topology.topk)
+    def empty_a2e(self, num_tokens: int) -> A2EOutput:
+        rows = torch.zeros(num_tokens, self.topology.hidden, dtype=torch.bfloat16)
+        flat = torch.zeros(num_tokens, self.topology.topk)
         return A2EOutput(rows, flat.int(), flat, torch.zeros(1).int(), torch.zeros(1).bool())
 
     def _begin(self, group: str, name: str) -> None:
@@ -101,7 +134,6 @@ class MockP2P:
 
     def a2e(
         self,
-        topology: CamP2PTopology,
         group: str,
         hidden_states: Tensor | None,
         num_tokens: int,
@@ -124,12 +156,11 @@ class MockP2P:
             out.hidden_states.fill_(number + 1)
 
         ready = lambda: self.arrived[group] > number  # noqa: E731
-        self.device.launch(stream, Kernel(name, topology.aiv_num, start, ready, finish))
+        self.device.launch(stream, Kernel(name, self.topology.aiv_num, start, ready, finish))
         return out
 
     def e2a(
         self,
-        topology: CamP2PTopology,
         group: str,
         hidden_states: Tensor,
         atten_batch_size: Tensor,
@@ -150,7 +181,9 @@ class MockP2P:
             self.memory.sent(source, f"{group}.{number}")
             self.answered[group] += 1
 
-        kernel = Kernel(name, topology.aiv_num, lambda: self._begin(group, name), finish=finish)
+        kernel = Kernel(
+            name, self.topology.aiv_num, lambda: self._begin(group, name), finish=finish
+        )
         self.device.launch(stream, kernel)
         return hidden_states
 
@@ -158,14 +191,18 @@ class MockP2P:
 class PlusOne:
     """FFN compute: every row plus one, by a kernel that reads when it runs."""
 
+    device_metadata = True
+
     def __init__(self, device: MockNpu, ops: Any, cores: int = 16) -> None:
         self.device = device
         self.ops = ops
         self.cores = cores
         self.layers: list[int] = []
+        self.items: list[FfnInput] = []
 
     def compute(self, item: FfnInput, out: Tensor, stream: int) -> None:
         self.layers.append(item.layer)
+        self.items = [*self.items[-3:], item]
         self.ops.sources[out.data_ptr()] = item.hidden_states.data_ptr()
         source = item.hidden_states
 
@@ -175,7 +212,7 @@ class PlusOne:
         self.device.launch(stream, Kernel(f"ffn.{item.layer}", self.cores, finish=finish))
 
 
-class MockAsync:
+class MockAsync(Allocates):
     """The four asynchronous operators. Attention groups are actors: one dispatch, then its answer.
 
     `rows[g][layer]` tokens of group g reach this rank, split into `chunks` items at most.
@@ -184,8 +221,18 @@ class MockAsync:
     shared_expert = False
 
     def __init__(
-        self, device: MockNpu, groups: int, layers: int, experts: int = 2, chunks: int = 1
+        self,
+        device: MockNpu,
+        groups: int,
+        layers: int,
+        experts: int = 2,
+        chunks: int = 1,
+        **place: Any,
     ) -> None:
+        self.topology = CamAsyncTopology(
+            **{"attn_size": groups, "ffn_size": 1, "rank": groups, "hidden": 4, "topk": 1,
+               "experts_per_rank": experts, "max_seq_len": 8} | place
+        )  # fmt: skip
         self.device = device
         self.world = device.world
         self.memory = Memory(device.world)
@@ -226,14 +273,13 @@ class MockAsync:
         self.world.step()  # time passes while the host asks
         return sum(layer >= 0 for layer in self.flag)
 
-    def empty_item(self, topology: CamAsyncTopology, capacity: int | None = None) -> DispatchItem:
-        rows = torch.zeros(capacity or 8, topology.hidden, dtype=torch.bfloat16)
-        info = torch.zeros(topology.info_length(False), dtype=torch.int64)
+    def empty_item(self, capacity: int | None = None) -> DispatchItem:
+        rows = torch.zeros(capacity or 8, self.topology.hidden, dtype=torch.bfloat16)
+        info = torch.zeros(self.topology.info_length(False), dtype=torch.int64)
         return DispatchItem(rows, torch.ones(8), info, torch.zeros(self.experts, dtype=torch.int64))
 
     def dispatch_recv(
         self,
-        topology: CamAsyncTopology,
         group: str,
         *,
         stream: int,
@@ -244,6 +290,12 @@ class MockAsync:
         address = out.hidden_states.data_ptr()
 
         def take() -> None:
+            if self.stop:
+                out.tokens_per_expert.zero_()
+                out.batch_info.zero_()
+                out.batch_info[:2] = torch.tensor([1, -1])
+                self.memory.owner[address] = "stop"
+                return
             g = next(
                 (self.cursor + i) % len(self.flag)
                 for i in range(len(self.flag))
@@ -263,19 +315,19 @@ class MockAsync:
                 out.tokens_per_expert[-1] = rows
             out.hidden_states.fill_(layer + 1)
             out.batch_info[:5] = torch.tensor([rows, g, layer, first, last])
+            out.batch_info[-1] = rows  # all to the last expert
             self.memory.owner[address] = f"{g}.{layer}.{last}"
 
         def start() -> None:
             self.memory.receive(address, "a receive")
 
-        ready = lambda: any(layer >= 0 for layer in self.flag)  # noqa: E731
+        ready = lambda: self.stop or any(layer >= 0 for layer in self.flag)  # noqa: E731
         cores = self.device.total_cores
         self.device.launch(stream, Kernel("recv", cores, start, ready, take))
         return out
 
     def combine_send(
         self,
-        topology: CamAsyncTopology,
         group: str,
         expert_out: Tensor,
         batch_info: Tensor,
@@ -289,6 +341,9 @@ class MockAsync:
 
         def finish() -> None:
             rows, g, layer, _, last = batch_info[:5].tolist()
+            if g < 0:  # the shutdown item
+                self.memory.owner.clear()
+                return
             self.values.append(float(expert_out[0, 0]))
             if address is not None:
                 self.memory.sent(address, f"{g}.{layer}.{last}")
@@ -306,12 +361,15 @@ class MockAsync:
         self.device.launch(stream, Kernel("send", 8, finish=finish))
 
 
-class MockAttentionOps:
+class MockAttentionOps(Allocates):
     """Both connectors' Attention operators: launches only, with the outstanding ones counted."""
 
     shared_expert = False
 
-    def __init__(self, device: MockNpu, limit: int = 1) -> None:
+    def __init__(
+        self, device: MockNpu, topology: CamP2PTopology | CamAsyncTopology, limit: int = 1
+    ) -> None:
+        self.topology = topology
         self.device = device
         self.outstanding: dict[str, int] = {}
         self.limit = limit
@@ -336,27 +394,27 @@ class MockAttentionOps:
 
         self.device.launch(stream, Kernel(name, 8, early, finish=end))
 
-    def empty_a2e(self, topology: CamP2PTopology, num_tokens: int) -> A2EOutput:
+    def empty_a2e(self, num_tokens: int) -> A2EOutput:
         one = torch.zeros(1, 1)
         return A2EOutput(one, one.int(), one, one.int(), one.bool())
 
-    def empty_item(self, topology: CamAsyncTopology, capacity: int | None = None) -> DispatchItem:
+    def empty_item(self, capacity: int | None = None) -> DispatchItem:
         raise AssertionError("the Attention side receives no items")
 
-    def a2e(self, topology, group, hidden_states, num_tokens, *, stream, out=None):
+    def a2e(self, group, hidden_states, num_tokens, *, stream, out=None):
         self._launch(stream, f"a2e.{group}", group, 1)
-        return self.empty_a2e(topology, num_tokens)
+        return self.empty_a2e(num_tokens)
 
-    def e2a(self, topology, group, hidden_states, atten_batch_size, *, stream, out=None):
+    def e2a(self, group, hidden_states, atten_batch_size, *, stream, out=None):
         self._launch(stream, f"e2a.{group}", group, -1)
         return hidden_states.clone()
 
-    def dispatch_send(self, topology, group, hidden_states, topk_ids, layer, *, stream):
+    def dispatch_send(self, group, hidden_states, topk_ids, layer, *, stream):
         self._launch(stream, f"S.{layer}", group, 1)
 
-    def combine_recv(self, topology, group, topk_ids, topk_weights, *, stream, out=None):
+    def combine_recv(self, group, topk_ids, topk_weights, *, stream, out=None):
         self._launch(stream, "R", group, -1)
-        return torch.zeros(topk_ids.shape[0], topology.hidden, dtype=torch.bfloat16)
+        return torch.zeros(topk_ids.shape[0], self.topology.hidden, dtype=torch.bfloat16)
 
     def dispatch_recv(self, *args: Any, **kw: Any) -> DispatchItem:
         raise AssertionError("the Attention side receives no items")

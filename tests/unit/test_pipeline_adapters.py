@@ -7,16 +7,30 @@ import pytest
 import torch
 
 from support.mock_stream import MockNpu, World
-from support.pipeline import MockAsync, MockAttention, MockAttentionOps, MockP2P, PlusOne
+from support.pipeline import (
+    MockAsync,
+    MockAttention,
+    MockAttentionOps,
+    MockCopy,
+    MockP2P,
+    PlusOne,
+)
 from xmoe.errors import CommError, ConfigError, PeerLost, XmoeError
 from xmoe.kernels.ops.cam.protocols import DispatchItem
 from xmoe.kernels.ops.cam.topology import CamAsyncTopology, CamP2PTopology
-from xmoe.multistream import MultistreamConfig, PipelineShape, RecvGate, StreamMode
-from xmoe.pipeline.adapters.base import AttentionOutput, StepPlan
+from xmoe.multistream import (
+    MetadataRead,
+    MultistreamConfig,
+    PipelineShape,
+    RecvGate,
+    StreamMode,
+)
+from xmoe.pipeline.adapters.base import UNKNOWN_LAYER, AttentionOutput, StepPlan
 from xmoe.pipeline.adapters.camasync import (
     AFDAsyncTransferState,
     CamAsyncAttentionAdapter,
     CamAsyncFfnAdapter,
+    ItemHead,
 )
 from xmoe.pipeline.adapters.camp2p import (
     CamP2PAttentionAdapter,
@@ -44,13 +58,12 @@ class Aborter:
 
 def p2p_ffn(ratio: int = 1, **kw):
     device = MockNpu(World(2))
-    ops = MockP2P(device, GROUPS, 4)
-    topology = CamP2PTopology(1, ratio, 0, hidden=4, topk=2)
-    return device, ops, CamP2PFfnAdapter(ops, topology, GROUPS, 8, **kw)
+    ops = MockP2P(device, GROUPS, 4, CamP2PTopology(1, ratio, 0, hidden=4, topk=2))
+    return device, ops, CamP2PFfnAdapter(ops, GROUPS, 8, **kw)
 
 
-def async_topology(attn: int = 1, is_ffn: bool = True, **kw) -> CamAsyncTopology:
-    return CamAsyncTopology(attn, 1, attn if is_ffn else 0, 4, 1, 2, max_seq_len=8, **kw)
+P2P_ATTENTION = CamP2PTopology(1, 1, 1, hidden=4)
+ASYNC_ATTENTION = CamAsyncTopology(1, 1, 0, 4, 1, 2, max_seq_len=8)
 
 
 def test_a_stage_has_its_own_group_or_none():
@@ -61,7 +74,7 @@ def test_a_stage_has_its_own_group_or_none():
             adapter.group_of(stage)
     for groups in ((), ("a", "a"), ("a", "")):
         with pytest.raises(ConfigError, match="a distinct name for each stage"):
-            CamP2PFfnAdapter(adapter._ops, adapter._topology, groups, 8)
+            CamP2PFfnAdapter(adapter._ops, groups, 8)
 
 
 def test_rows_that_cannot_be_split_evenly_are_refused():
@@ -76,9 +89,9 @@ def test_rows_that_cannot_be_split_evenly_are_refused():
 def test_adapters_are_for_one_role():
     device, ops, adapter = p2p_ffn()
     with pytest.raises(ConfigError, match="FFN ranks come first"):
-        CamP2PAttentionAdapter(ops, adapter._topology, GROUPS)
+        CamP2PAttentionAdapter(ops, GROUPS)
     with pytest.raises(ConfigError, match="Attention ranks come first"):
-        CamAsyncFfnAdapter(MockAsync(device, 1, 1), async_topology(is_ffn=False), "afd")
+        CamAsyncFfnAdapter(MockAsync(device, 1, 1, rank=0), "afd")
 
 
 def test_the_p2p_state_lives_from_receive_to_send():
@@ -104,8 +117,8 @@ def test_buffers_belong_to_slots_and_are_used_again():
 
 def test_attention_pairs_every_e2a_with_its_a2e():
     device = MockNpu()
-    ops = MockAttentionOps(device)
-    adapter = CamP2PAttentionAdapter(ops, CamP2PTopology(1, 1, 1, hidden=4), GROUPS)
+    ops = MockAttentionOps(device, P2P_ATTENTION)
+    adapter = CamP2PAttentionAdapter(ops, GROUPS)
     executor = StreamExecutor(device, ExecutorOptions(timeout_s=0.05))
     plan, rows = StepPlan(3, (2, 2)), torch.zeros(2, 4, dtype=torch.bfloat16)
     model = MockAttention(device)
@@ -121,8 +134,8 @@ def test_attention_pairs_every_e2a_with_its_a2e():
 
 def attention_side(stages: int = 1):
     device = MockNpu()
-    ops = MockAttentionOps(device, limit=9)
-    adapter = CamAsyncAttentionAdapter(ops, async_topology(is_ffn=False), "afd", stages=stages)
+    ops = MockAttentionOps(device, ASYNC_ATTENTION, limit=9)
+    adapter = CamAsyncAttentionAdapter(ops, "afd", stages=stages)
     return device, ops, adapter, StreamExecutor(device, ExecutorOptions(timeout_s=0.05))
 
 
@@ -170,41 +183,128 @@ class QuantAsync(MockAsync):
     """int8 rows with a scale each."""
 
     def empty_item(self, topology, capacity=None) -> DispatchItem:
-        item = super().empty_item(topology, capacity)
+        item = super().empty_item(capacity)
         item.hidden_states = item.hidden_states.to(torch.int8)
         return item
 
 
-@pytest.mark.parametrize("quant", [False, True])
-def test_items_without_rows_are_answered_with_a_row_of_the_model_type(quant):
-    """rows of group 0: 0, 1, 2 in turn. int8 is refused by combine_send (and by its mock)."""
+def served(quant: bool, read: MetadataRead):
+    """Six dispatches through three streams; rows of group 0: 0, 1, 2 in turn."""
     device = MockNpu(World(4))
-    ops = (QuantAsync if quant else MockAsync)(device, 1, 6)
+    ops = (QuantAsync if quant else MockAsync)(device, 1, 6, dynamic_quant=quant)
     adapter = CamAsyncFfnAdapter(
-        ops, async_topology(dynamic_quant=quant), "afd",
-        gate=RecvGate.READY_PROBE, probe=ops, capacity=8,
+        ops, "afd", gate=RecvGate.READY_PROBE, probe=ops, capacity=8, metadata_read=read,
+        host_copy=lambda: MockCopy(device),
     )  # fmt: skip
     model = PlusOne(device, ops)
-    states = []
+    found = []
     options = ExecutorOptions(StreamMode.OVERLAP, 2, timeout_s=0.05)
     with StreamExecutor(device, options, channels=adapter.channels()) as executor:
         for item in adapter.items(StepPlan(6, (2,), dispatches=6), model):
-            states.append(executor.submit(item).result()["state"])
+            found.append(dict(executor.submit(item).result()))
     assert ops.world.problems == [] and ops.answers == [(0, layer) for layer in range(6)]
+    assert adapter.finished == 6 and adapter.leftovers() == ()
+    return adapter, model, found
+
+
+@pytest.mark.parametrize("read", [MetadataRead.BLOCKING, MetadataRead.PINNED_ASYNC])
+@pytest.mark.parametrize("quant", [False, True])
+def test_items_without_rows_are_answered_with_a_row_of_the_model_type(quant, read):
+    """int8 is refused by combine_send (and by its mock)."""
+    adapter, model, found = served(quant, read)
+    states = [values["state"] for values in found]
     assert model.layers == [1, 2, 4, 5]  # nothing was computed where nothing came
     assert all(isinstance(state, AFDAsyncTransferState) for state in states)
     assert [state.layer_idx for state in states] == list(range(6))
     scales = [None if s.dynamic_scales is None else len(s.dynamic_scales) for s in states]
     assert scales == ([0, 1, 2, 0, 1, 2] if quant else [None] * 6)
-    assert adapter.metadata_reads == 12 and adapter.finished == 6
+    assert adapter.metadata_reads == 6
+
+
+def test_metadata_that_stays_on_the_device_is_not_read():
+    adapter, model, found = served(True, MetadataRead.DEVICE)
+    assert adapter.metadata_reads == 0 and found == [{}] * 6
+    assert model.layers == [UNKNOWN_LAYER] * 6  # every item, also one without rows
+    given = model.items[0]
+    assert given.batch_info is not None and given.tokens_per_expert is not None
+    assert given.hidden_states.shape[0] == 8 and given.scales is not None
+
+
+def test_metadata_reads_that_cannot_work_are_refused():
+    device = MockNpu(World(4))
+    ops = MockAsync(device, 1, 1)
+    with pytest.raises(ConfigError, match="up to 8 rows of a dispatch do not fit a receive of 7"):
+        CamAsyncFfnAdapter(ops, "afd", capacity=7, metadata_read=MetadataRead.DEVICE)
+    with pytest.raises(ConfigError, match="no pinned memory was given"):
+        CamAsyncFfnAdapter(ops, "afd", capacity=8, metadata_read=MetadataRead.PINNED_ASYNC)
+    adapter = CamAsyncFfnAdapter(ops, "afd", capacity=7, probe=ops)
+    shape = PipelineShape(1, 1, 1)
+    settings = {"mode": StreamMode.SERIAL, "metadata_read": MetadataRead.DEVICE}
+    config = MultistreamConfig(**settings)
+    (problem,) = config.problems(adapter.capabilities, shape)
+    assert "readable here: blocking" in problem and "which part is the last" in problem
+    _, _, p2p = p2p_ffn()
+    (problem,) = config.problems(p2p.capabilities, shape)
+    assert "shapes are known in advance" in problem
+    adapter = CamAsyncFfnAdapter(ops, "afd", capacity=8)
+    model = PlusOne(device, ops)
+    model.device_metadata = False
+    with pytest.raises(ConfigError, match="PlusOne, which wants layer and rows from the host"):
+        FfnLoop(device, adapter, model, config, shape)
+    assert device.streams == []
+
+
+def test_the_head_counts_the_rows_of_its_own_experts():
+    """Two TP ranks, three experts: counts of the whole dispatch lie behind five words and two
+    prefixes."""
+    t = CamAsyncTopology(2, 1, 2, 4, 1, 3, max_seq_len=8, tp_size=2)
+    info = [21, 0, 7, 1, 2, 100, 200, 1, 2, 3, 4, 5, 6]
+    assert ItemHead.of(info, t, False) == ItemHead(0, 7, 1, 2, 2 + 3 + 5 + 6)
+    shared = [28, 0, 7, 0, 1, 100, 200, 1, 2, 3, 4, 5, 6, 7, 8]  # slot 0 is the shared expert
+    assert ItemHead.of(shared, t, True) == ItemHead(0, 7, 0, 1, 2 + 6, 1 + 5)
+    assert ItemHead.of([1, -1, 9, *[0] * 10], t, False) == ItemHead(-1, 9, 0, 0, 0)
+
+
+class Stop:
+    """A stop buffer that brings the shutdown item."""
+
+    def __init__(self, ops: MockAsync) -> None:
+        self.ops = ops
+        self.tensor = torch.zeros(16, dtype=torch.bfloat16)
+
+    def write(self, stream: int) -> None:
+        self.ops.stop = True
+
+
+@pytest.mark.parametrize("read", list(MetadataRead))
+def test_a_stop_buffer_ends_a_receive_that_waits(read):
+    """The peer never sends: the receive holds all cores until the buffer is written."""
+    device = MockNpu(World(4))
+    ops = MockAsync(device, 1, 0, dynamic_quant=True)
+    adapter = CamAsyncFfnAdapter(
+        ops, "afd", probe=ops, capacity=8, metadata_read=read, stop=Stop(ops),
+        host_copy=lambda: MockCopy(device),
+    )  # fmt: skip
+    config = MultistreamConfig(mode=StreamMode.SERIAL, wait_timeout_s=0.5, metadata_read=read)
+    shape = PipelineShape(1, 1, 9, recv_bytes=64)
+    loop = FfnLoop(device, adapter, PlusOne(device, ops), config, shape)
+    taken = adapter._recv
+
+    def stop_then(context) -> None:
+        taken(context)
+        loop.stop()
+
+    adapter._recv = stop_then
+    assert loop.serve(StepPlan(9, (2,))) == 1
+    assert adapter.stopped and loop.executor.failed is None and not loop.executor.stopping
+    loop.close()
+    assert ops.world.problems == [] and ops.answers == []
 
 
 def test_parts_of_two_dispatches_must_not_mix():
     device = MockNpu(World(4))
     ops = MockAsync(device, 2, 2, chunks=2)
-    adapter = CamAsyncFfnAdapter(
-        ops, async_topology(2), "afd", gate=RecvGate.READY_PROBE, probe=ops, capacity=8
-    )
+    adapter = CamAsyncFfnAdapter(ops, "afd", gate=RecvGate.READY_PROBE, probe=ops, capacity=8)
     executor = StreamExecutor(device, ExecutorOptions(StreamMode.OVERLAP, 2, timeout_s=0.05))
     model = PlusOne(device, ops)
     executor.submit(adapter.item(model))
@@ -219,9 +319,7 @@ def test_parts_of_two_dispatches_must_not_mix():
 def test_the_operators_own_shutdown_item_ends_the_loop():
     device = MockNpu(World(4))
     ops = MockAsync(device, 1, 9)
-    adapter = CamAsyncFfnAdapter(
-        ops, async_topology(), "afd", gate=RecvGate.READY_PROBE, probe=ops, capacity=8
-    )
+    adapter = CamAsyncFfnAdapter(ops, "afd", gate=RecvGate.READY_PROBE, probe=ops, capacity=8)
     config = MultistreamConfig(
         mode=StreamMode.OVERLAP, recv_gate=RecvGate.READY_PROBE, memory_budget_bytes=1000,
         wait_timeout_s=0.05,
@@ -289,9 +387,7 @@ def test_without_an_abort_word_the_rest_of_the_step_is_answered_with_nan(connect
         device = MockNpu(World(4))
         ops = MockAsync(device, 2, 4)
         ops.rows = lambda group, layer: 2
-        adapter = CamAsyncFfnAdapter(
-            ops, async_topology(2), "afd", gate=RecvGate.READY_PROBE, probe=ops, capacity=8
-        )
+        adapter = CamAsyncFfnAdapter(ops, "afd", gate=RecvGate.READY_PROBE, probe=ops, capacity=8)
         shape = PipelineShape(2, 1, 4, attention_groups=2, recv_bytes=64)
         config = MultistreamConfig(
             mode=StreamMode.OVERLAP, recv_gate=RecvGate.READY_PROBE, memory_budget_bytes=1000,
@@ -321,9 +417,7 @@ def test_without_an_abort_word_the_rest_of_the_step_is_answered_with_nan(connect
 
 def test_attention_takes_nan_for_a_failed_peer():
     device = MockNpu()
-    adapter = CamP2PAttentionAdapter(
-        MockAttentionOps(device), CamP2PTopology(1, 1, 1, hidden=4), GROUPS
-    )
+    adapter = CamP2PAttentionAdapter(MockAttentionOps(device, P2P_ATTENTION), GROUPS)
     config = MultistreamConfig(mode=StreamMode.SERIAL, wait_timeout_s=0.05)
     shape = PipelineShape(1, 1, 1, stages=1, channels=GROUPS)
     loop = AttentionLoop(device, adapter, MockAttention(device), config, shape)

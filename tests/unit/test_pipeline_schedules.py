@@ -21,6 +21,7 @@ from support.pipeline import (
     MockAsync,
     MockAttention,
     MockAttentionOps,
+    MockCopy,
     MockP2P,
     PlusOne,
     item_of,
@@ -28,7 +29,14 @@ from support.pipeline import (
 from xmoe.errors import FenceTimeout, PipelineStopped, XmoeError
 from xmoe.kernels.device import InlineDevice
 from xmoe.kernels.ops.cam.topology import CamAsyncTopology, CamP2PTopology
-from xmoe.multistream import HostFence, MultistreamConfig, PipelineShape, RecvGate, StreamMode
+from xmoe.multistream import (
+    HostFence,
+    MetadataRead,
+    MultistreamConfig,
+    PipelineShape,
+    RecvGate,
+    StreamMode,
+)
 from xmoe.pipeline import executor as executor_module
 from xmoe.pipeline.adapters.base import StepPlan
 from xmoe.pipeline.adapters.camasync import CamAsyncAttentionAdapter, CamAsyncFfnAdapter
@@ -52,8 +60,7 @@ def p2p_loop(seed, layers, mode, slots, fence=HostFence.STEP, timeout_s=0.05):
     device = MockNpu(World(seed))
     ops = MockP2P(device, GROUPS, layers)
     model = PlusOne(device, ops)
-    topology = CamP2PTopology(1, 1, 0, hidden=4)
-    adapter = CamP2PFfnAdapter(ops, topology, GROUPS, 2)
+    adapter = CamP2PFfnAdapter(ops, GROUPS, 2)
     config = MultistreamConfig(
         mode=mode, max_inflight=slots, fence=fence, wait_timeout_s=timeout_s,
         shutdown_timeout_s=0.01, trace=True,
@@ -62,17 +69,22 @@ def p2p_loop(seed, layers, mode, slots, fence=HostFence.STEP, timeout_s=0.05):
     return FfnLoop(device, adapter, model, config, shape), ops, model
 
 
-def async_loop(seed, groups, layers, mode, slots, chunks=1, gate=True, timeout_s=0.05):
+def async_loop(
+    seed, groups, layers, mode, slots, chunks=1, gate=True, timeout_s=0.05,
+    read=MetadataRead.BLOCKING,
+):  # fmt: skip
     device = MockNpu(World(seed))
     ops = MockAsync(device, groups, layers, chunks=chunks)
     model = PlusOne(device, ops)
-    topology = CamAsyncTopology(groups, 1, groups, 4, 1, ops.experts, max_seq_len=8)
     overlap = mode is StreamMode.OVERLAP and gate
     kind = RecvGate.READY_PROBE if overlap else RecvGate.NONE
-    adapter = CamAsyncFfnAdapter(ops, topology, "afd", gate=kind, probe=ops, capacity=8)
+    adapter = CamAsyncFfnAdapter(
+        ops, "afd", gate=kind, probe=ops, capacity=8, metadata_read=read,
+        host_copy=lambda: MockCopy(device),
+    )  # fmt: skip
     config = MultistreamConfig(
         mode=mode, max_inflight=slots, recv_gate=RecvGate.READY_PROBE, wait_timeout_s=timeout_s,
-        shutdown_timeout_s=0.01, memory_budget_bytes=1 << 20,
+        shutdown_timeout_s=0.01, memory_budget_bytes=1 << 20, metadata_read=read,
     )  # fmt: skip
     shape = PipelineShape(groups, 1, layers, attention_groups=groups, recv_bytes=64)
     return FfnLoop(device, adapter, model, config, shape), ops, model
@@ -93,10 +105,12 @@ def test_camp2p_keeps_its_rules(seed, layers, mode, slots, fence):
 @many
 @given(
     st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 5), MODES, st.integers(1, 4),
-    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2]), st.sampled_from(list(MetadataRead)),
 )  # fmt: skip
-def test_camasync_keeps_its_rules(seed, groups, layers, mode, slots, chunks):
-    loop, ops, _ = async_loop(seed, groups, layers, mode, slots, chunks)
+def test_camasync_keeps_its_rules(seed, groups, layers, mode, slots, chunks, read):
+    if read is MetadataRead.DEVICE:
+        chunks = 1  # the adapter refuses receives that may come in parts
+    loop, ops, _ = async_loop(seed, groups, layers, mode, slots, chunks, read=read)
     loop.run_step(StepPlan(layers, (2,), dispatches=groups * layers))
     loop.close()
     assert ops.world.problems == []
@@ -110,14 +124,14 @@ def test_camasync_keeps_its_rules(seed, groups, layers, mode, slots, chunks):
 @given(st.integers(0, 10**6), st.integers(1, 5), MODES, st.sampled_from([1, 2]), st.booleans())
 def test_attention_never_has_two_unanswered_dispatches(seed, layers, mode, stages, p2p):
     device = MockNpu(World(seed))
-    ops = MockAttentionOps(device)
     if p2p:
+        ops = MockAttentionOps(device, CamP2PTopology(1, 1, 1, hidden=4))
         stages, names = 2, GROUPS
-        adapter = CamP2PAttentionAdapter(ops, CamP2PTopology(1, 1, 1, hidden=4), GROUPS)
+        adapter = CamP2PAttentionAdapter(ops, GROUPS)
     else:
+        ops = MockAttentionOps(device, CamAsyncTopology(1, 1, 0, 4, 1, 2, max_seq_len=8))
         names = ("afd",)
-        topology = CamAsyncTopology(1, 1, 0, 4, 1, 2, max_seq_len=8)
-        adapter = CamAsyncAttentionAdapter(ops, topology, "afd", stages=stages, probe=object())
+        adapter = CamAsyncAttentionAdapter(ops, "afd", stages=stages, probe=object())
     overlap_both = mode is StreamMode.OVERLAP and stages == 2
     config = MultistreamConfig(
         mode=mode if overlap_both else StreamMode.SERIAL,
@@ -242,13 +256,12 @@ def test_without_the_gate_receive_starves_compute():
     """All cores: a receive that waits keeps compute and send from running, which it waits for."""
     device = MockNpu(World(1))
     ops = MockAsync(device, 1, 3)
-    topology = CamAsyncTopology(1, 1, 1, 4, 1, 2, max_seq_len=8)
-    adapter = CamAsyncFfnAdapter(ops, topology, "afd", probe=ops, capacity=8)
+    adapter = CamAsyncFfnAdapter(ops, "afd", probe=ops, capacity=8)
     found = []
     for seed in range(20):
         device = MockNpu(World(seed))
         ops = MockAsync(device, 1, 3)
-        adapter = CamAsyncFfnAdapter(ops, topology, "afd", probe=ops, capacity=8)
+        adapter = CamAsyncFfnAdapter(ops, "afd", probe=ops, capacity=8)
         options = ExecutorOptions(StreamMode.OVERLAP, 2, timeout_s=0.01, shutdown_timeout_s=0.01)
         executor = StreamExecutor(device, options, channels=adapter.channels())
         model = PlusOne(device, ops)
@@ -269,9 +282,8 @@ def test_without_the_credit_rule_attention_dispatches_twice(monkeypatch):
 
     def outstanding() -> list[str]:
         device = MockNpu(World(5))
-        ops = MockAttentionOps(device)
-        topology = CamAsyncTopology(1, 1, 0, 4, 1, 2, max_seq_len=8)
-        adapter = CamAsyncAttentionAdapter(ops, topology, "afd", stages=2, probe=object())
+        ops = MockAttentionOps(device, CamAsyncTopology(1, 1, 0, 4, 1, 2, max_seq_len=8))
+        adapter = CamAsyncAttentionAdapter(ops, "afd", stages=2, probe=object())
         adapter.interleaves = False  # the order of issue that ignores the shared credit
         config = MultistreamConfig(mode=StreamMode.SERIAL, wait_timeout_s=0.05)
         shape = PipelineShape(1, 1, 3, stages=2, channels=("afd",))

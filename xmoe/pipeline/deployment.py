@@ -35,12 +35,12 @@ from xmoe.kernels.acl.toolkit import find_toolkit
 from xmoe.kernels.device import HostDevice
 from xmoe.kernels.ops.cam.binding import CamLibrary, open_cam
 from xmoe.kernels.ops.cam.host import HostCamAsyncOps, HostCamP2POps
+from xmoe.kernels.ops.cam.host_memory import PinnedCopy, StopBuffer
 from xmoe.kernels.ops.cam.soft import HostWaits, KernelTrace, SoftCam, TaskTrace
 from xmoe.kernels.ops.cam.topology import CamAsyncTopology, CamP2PTopology, receive_capacity
-from xmoe.multistream import MultistreamConfig, PipelineShape, StreamMode
+from xmoe.multistream import Capabilities, MultistreamConfig, PipelineShape, StreamMode
+from xmoe.pipeline.adapters import camasync, camp2p
 from xmoe.pipeline.adapters.base import StepPlan
-from xmoe.pipeline.adapters.camasync import CamAsyncAttentionAdapter, CamAsyncFfnAdapter
-from xmoe.pipeline.adapters.camp2p import CamP2PAttentionAdapter, CamP2PFfnAdapter
 from xmoe.pipeline.attention import AttentionLoop
 from xmoe.pipeline.executor import StreamExecutor
 from xmoe.pipeline.ffn import FfnLoop
@@ -87,6 +87,32 @@ class RunSpec:
     def is_ffn(self, rank: int) -> bool:
         """FFN ranks come first in CAMP2P and last in CAMAsync."""
         return rank < self.ffn if self.connector == "camp2p" else rank >= self.attn
+
+    def p2p_topology(self, rank: int) -> CamP2PTopology:
+        """A rank's place in CAMP2P."""
+        return CamP2PTopology(self.ffn, self.attn, rank, self.hidden, topk=self.topk)
+
+    def async_topology(self, rank: int) -> CamAsyncTopology:
+        """A rank's place in CAMAsync."""
+        return CamAsyncTopology(
+            self.attn,
+            self.ffn,
+            rank,
+            self.hidden,
+            self.topk,
+            self.experts,
+            max_seq_len=max(self.tokens, 1) * self.tp_size,
+            tp_size=self.tp_size,
+            dynamic_quant=self.dynamic_quant,
+        )
+
+    def capabilities(self) -> Capabilities:
+        """What the adapters will declare over the software device, before they exist."""
+        if self.connector == "camp2p":
+            return camp2p.capabilities(peer_abort=True)
+        return camasync.capabilities(
+            self.async_topology(0), ready_probe=True, core_limits=True, peer_abort=True
+        )
 
     def shape(self) -> PipelineShape:
         """The deployment for the settings' checks."""
@@ -170,47 +196,33 @@ class _Rank:
     def lost(self, error: Exception) -> Exception:
         return as_peer_lost(error, self.group, "pipeline")
 
-    def _p2p(self, groups: tuple[str, ...]) -> tuple[CamP2PTopology, HostCamP2POps]:
-        s = self.spec
-        return (
-            CamP2PTopology(s.ffn, s.attn, self.rank, s.hidden, topk=s.topk),
-            HostCamP2POps(self.library),
-        )
-
-    def _async(self) -> tuple[CamAsyncTopology, HostCamAsyncOps]:
-        s = self.spec
-        topology = CamAsyncTopology(
-            s.attn,
-            s.ffn,
-            self.rank,
-            s.hidden,
-            s.topk,
-            s.experts,
-            max_seq_len=max(s.tokens, 1) * s.tp_size,
-            tp_size=s.tp_size,
-            dynamic_quant=s.dynamic_quant,
-        )
-        return topology, HostCamAsyncOps(self.library)
-
     def ffn_loop(self, config: MultistreamConfig, groups: tuple[str, ...]) -> FfnLoop:
         """The FFN side of the connector."""
         s = self.spec
-        adapter: CamP2PFfnAdapter | CamAsyncFfnAdapter
+        adapter: camp2p.CamP2PFfnAdapter | camasync.CamAsyncFfnAdapter
         if s.connector == "camp2p":
-            p2p, ops = self._p2p(groups)
-            adapter = CamP2PFfnAdapter(ops, p2p, groups, s.tokens * p2p.ratio, aborter=self.soft)
+            topology = s.p2p_topology(self.rank)
+            adapter = camp2p.CamP2PFfnAdapter(
+                HostCamP2POps(self.library, topology),
+                groups,
+                s.tokens * topology.ratio,
+                aborter=self.soft,
+            )
             model = SyntheticFfn(self.soft, 1, 0, s.compute_us)
         else:
-            topology, async_ops = self._async()
-            adapter = CamAsyncFfnAdapter(
-                async_ops,
-                topology,
+            ops = HostCamAsyncOps(self.library, s.async_topology(self.rank))
+            words = ops.topology.info_length(ops.shared_expert)
+            adapter = camasync.CamAsyncFfnAdapter(
+                ops,
                 groups[0],
                 gate=config.recv_gate,
                 probe=self.soft,
                 aborter=self.soft,
                 core_limits=True,
                 alive=self.alive,
+                metadata_read=config.metadata_read,
+                host_copy=lambda: PinnedCopy(self.library, words),
+                stop=StopBuffer(self.library) if s.dynamic_quant else None,
             )
             first = (self.rank - s.attn) * s.experts
             model = SyntheticFfn(self.soft, s.ffn * s.experts, first, s.compute_us)
@@ -219,15 +231,13 @@ class _Rank:
     def attention_loop(self, config: MultistreamConfig, groups: tuple[str, ...]) -> AttentionLoop:
         """The Attention side of the connector."""
         s = self.spec
-        adapter: CamP2PAttentionAdapter | CamAsyncAttentionAdapter
+        adapter: camp2p.CamP2PAttentionAdapter | camasync.CamAsyncAttentionAdapter
         if s.connector == "camp2p":
-            p2p, ops = self._p2p(groups)
-            adapter = CamP2PAttentionAdapter(ops, p2p, groups, aborter=self.soft)
+            p2p = HostCamP2POps(self.library, s.p2p_topology(self.rank))
+            adapter = camp2p.CamP2PAttentionAdapter(p2p, groups, aborter=self.soft)
         else:
-            topology, async_ops = self._async()
-            adapter = CamAsyncAttentionAdapter(
-                async_ops,
-                topology,
+            adapter = camasync.CamAsyncAttentionAdapter(
+                HostCamAsyncOps(self.library, s.async_topology(self.rank)),
                 groups[0],
                 stages=s.stages,
                 probe=self.soft,

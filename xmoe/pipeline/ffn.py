@@ -15,9 +15,9 @@ from typing import Self
 
 from torch import Tensor
 
-from xmoe.errors import AclError, PipelineStopped, XmoeError
-from xmoe.kernels.device import Device
-from xmoe.multistream import HostFence, MultistreamConfig, PipelineShape
+from xmoe.errors import AclError, ConfigError, PipelineStopped, XmoeError
+from xmoe.kernels.device import Device, Stream
+from xmoe.multistream import HostFence, MetadataRead, MultistreamConfig, PipelineShape
 from xmoe.pipeline.adapters.base import Adapter, FfnAdapter, FfnInput, FfnModel, StepPlan
 from xmoe.pipeline.executor import StreamExecutor, Ticket
 from xmoe.pipeline.items import Phase, PhaseContext, PhaseKind, WorkItem
@@ -112,6 +112,10 @@ class _Answers:
         self._model = model
         self.poisoned = False
 
+    @property
+    def device_metadata(self) -> bool:
+        return self._model.device_metadata
+
     def compute(self, item: FfnInput, out: Tensor, stream: int) -> None:
         if self.poisoned:
             out.fill_(float("nan"))
@@ -138,13 +142,42 @@ class FfnLoop(RoleLoop):
         translate: Callable[[Exception], Exception] | None = None,
         on_stall: Callable[[str], None] | None = None,
     ) -> None:
+        if config.metadata_read is MetadataRead.DEVICE and not model.device_metadata:
+            raise ConfigError(
+                f'metadata_read="device" with {type(model).__name__}, which wants layer and rows '
+                "from the host; allowed: a model that reads them on the device; next: "
+                'metadata_read="pinned_async"'
+            )
         super().__init__(
             device, adapter, config, shape, "ffn", translate=translate, on_stall=on_stall
         )
+        self._device = device
         self._adapter = adapter
         self._model = _Answers(model)
+        self._stopper: Stream | None = None
         self.steps = 0
         self.items = 0
+
+    def stop(self) -> None:
+        """Ask the loop to end. Any thread; returns at once.
+
+        Where the operators have a stop buffer, a receive that waits on the device ends with their
+        shutdown item and the loop ends well; else see `StreamExecutor.request_stop`.
+        """
+        with self._device.bind():
+            if self._stopper is None:
+                self._stopper = self._device.create_stream()
+            if self._adapter.stop(self._stopper.handle()):
+                return
+        super().stop()
+
+    def close(self) -> None:
+        """See RoleLoop."""
+        super().close()
+        if self._stopper is not None:
+            with self._device.bind():
+                self._stopper.close()
+            self._stopper = None
 
     def run_step(self, plan: StepPlan) -> None:
         """Serve one step. Returns when its items were issued, or, with a fence, are done.
@@ -184,6 +217,7 @@ class FfnLoop(RoleLoop):
         try:
             if not executor.settle():
                 return
+            self._adapter.settled()
             self._model.poisoned = True
             for ticket in self._unsent:
                 self._answer(ticket.context, ticket.unissued)
@@ -200,6 +234,7 @@ class FfnLoop(RoleLoop):
             context.stream = stream
             phase.run(context)
             stream.synchronize(self.config.wait_timeout_s)
+            self._adapter.settled()
 
     def _wait_for_gate(self, item: WorkItem) -> None:
         deadline = time.monotonic() + self.config.wait_timeout_s

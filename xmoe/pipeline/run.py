@@ -7,30 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from xmoe.errors import ConfigError
-from xmoe.multistream import Capabilities, MetadataRead, StreamMode
+from xmoe.multistream import StreamMode
 from xmoe.pipeline.deployment import CONNECTORS, RankRun, RunSpec, rank_main
 from xmoe.ranks import run_ranks
 
 MAX_RANKS = 16
-
-
-def software_capabilities(connector: str) -> Capabilities:
-    """What the adapters declare over the software device, for a check before they exist."""
-    p2p = connector == "camp2p"
-    return Capabilities(
-        connector="CAMP2P" if p2p else "CAMAsync",
-        roles=frozenset({"ffn", "attention"}),
-        honours_current_stream=True,
-        recv_send_same_channel_exclusive=p2p,
-        recv_blocks_cores=not p2p,
-        host_metadata=not p2p,
-        metadata_reads=frozenset({MetadataRead.BLOCKING}),
-        graph_safe=False,
-        max_outstanding_per_channel=1,
-        ready_probe=not p2p,
-        core_limits=True,
-        peer_abort=True,
-    )
 
 
 def check(spec: RunSpec, modes: Sequence[StreamMode]) -> None:
@@ -52,7 +33,7 @@ def check(spec: RunSpec, modes: Sequence[StreamMode]) -> None:
         )
     for mode in modes:
         config = replace(spec.config, mode=mode)
-        config.validate(software_capabilities(spec.connector), spec.shape())
+        config.validate(spec.capabilities(), spec.shape())
 
 
 def run(spec: RunSpec, modes: tuple[StreamMode, ...]) -> list[list[RankRun]]:

@@ -10,37 +10,19 @@ operator's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from xmoe.pipeline.adapters.base import AttentionOutput, FfnInput
+from xmoe.kernels.ops.cam.soft import SoftCam
+from xmoe.pipeline.adapters.base import UNKNOWN_LAYER, AttentionOutput, FfnInput
 
-
-class TimedKernels(Protocol):
-    """The software device's test kernel."""
-
-    def timed_kernel(
-        self,
-        *,
-        stream: int,
-        microseconds: int,
-        vector_cores: int = 0,
-        cube_cores: int = 0,
-        tag: int = -1,
-        rows: Tensor | None = None,
-        scales: Tensor | None = None,
-        tokens_per_expert: Tensor | None = None,
-        out: Tensor | None = None,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-    ) -> None: ...
+_BASE, _EACH_LAYER, _EXPERTS, _SHARED = 0.9, 0.05, 0.1, 3.0
 
 
 def expert_factor(layer: int, expert: int, num_experts: int) -> float:
     """What the FFN multiplies a row of `expert` by."""
-    return 0.9 + 0.05 * (layer % 4) + 0.1 * expert / num_experts
+    return _BASE + _EACH_LAYER * (layer % 4) + _EXPERTS * expert / num_experts
 
 
 def attention_factor(layer: int, stage: int) -> float:
@@ -52,16 +34,21 @@ def attention_factor(layer: int, stage: int) -> float:
 class SyntheticFfn:
     """Experts [first_expert, ...) of `num_experts`."""
 
-    kernels: TimedKernels
+    kernels: SoftCam
     num_experts: int
     first_expert: int = 0
     microseconds: int = 100
     vector_cores: int = 8
+    device_metadata: bool = True
 
     def compute(self, item: FfnInput, out: Tensor, stream: int) -> None:
-        """See FfnModel."""
-        share = 0.1 / self.num_experts
-        alpha = 3.0 if item.shared else expert_factor(item.layer, 0, 1) + share * self.first_expert
+        """See FfnModel. Where the host does not know the layer, the kernel reads it."""
+        share = _EXPERTS / self.num_experts
+        unread = item.layer == UNKNOWN_LAYER
+        base, each = _BASE + share * self.first_expert, _EACH_LAYER
+        if item.shared:
+            base, each = _SHARED, 0.0
+        counted = item.tokens_per_expert is not None
         self.kernels.timed_kernel(
             stream=stream,
             microseconds=self.microseconds,
@@ -71,8 +58,11 @@ class SyntheticFfn:
             scales=item.scales,
             tokens_per_expert=item.tokens_per_expert,
             out=out,
-            alpha=alpha,
-            beta=share if item.tokens_per_expert is not None else 0.0,
+            # The same sum as the kernel's own, so that both give the same bits.
+            alpha=base if unread else base + each * (item.layer % 4),
+            beta=share if counted and not item.shared else 0.0,
+            batch_info=item.batch_info if unread else None,
+            gamma=each if unread else 0.0,
         )
 
 
@@ -101,7 +91,7 @@ def route(
 class SyntheticAttention:
     """Multiplies rows, and routes them where the connector's gate is on this side."""
 
-    kernels: TimedKernels
+    kernels: SoftCam
     seed: int
     topk: int
     num_experts: int

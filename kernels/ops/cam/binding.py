@@ -7,6 +7,7 @@ device only.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -19,8 +20,9 @@ from xmoe.kernels.acl.loader import native_module
 from xmoe.kernels.acl.native_plan import function_table
 from xmoe.kernels.acl.op_plan import OpPlan, Parameter
 from xmoe.kernels.acl.problems import Problem
+from xmoe.kernels.acl.provenance import check_provenance, file_of
 from xmoe.kernels.acl.status import NAMES
-from xmoe.kernels.acl.toolkit import VENDOR_LIBRARY, Toolkit
+from xmoe.kernels.acl.toolkit import Toolkit
 
 PLAIN: dict[str, str] = {
     "xsdCamDispatchReady": "int32_t(*)(char*" + ", int64_t" * 7 + ")",
@@ -39,7 +41,8 @@ class CamLibrary:
     """The library that holds the CAM operators, with the functions found in it.
 
     `path` is where it came from. Functions are bound on first use; a missing one is an error then,
-    so that a library with only one operator set is usable.
+    so that a library with only one operator set is usable. So is one that comes from another file,
+    or that another library shadows in this process (ProvenanceError).
     """
 
     def __init__(self, native: Any, handles: dict[str, Any], path: Path) -> None:
@@ -53,8 +56,11 @@ class CamLibrary:
         return self._native.ffi
 
     def has(self, name: str) -> bool:
-        """Whether the operator library exports `name`."""
-        return bool(self._address("cam", name) != self.ffi.NULL)
+        """Whether the operator library itself exports `name`; its dependencies do not count."""
+        address = self._address("cam", name)
+        if address == self.ffi.NULL:
+            return False
+        return file_of(self._native, address) == os.path.realpath(self.path)
 
     def _address(self, library: str, name: str) -> Any:
         error = self.ffi.new("char[]", _ERROR_BYTES)
@@ -67,6 +73,10 @@ class CamLibrary:
                 f"{key} is not exported by {self.path}; allowed: a CAM operator library that "
                 f"has it; install the operator package of the connector"
             )
+        if library == "cam":
+            problem = check_provenance(self._native, key, address, self.path).problem
+            if problem is not None:
+                raise problem.error()
         self._functions[key] = function = self.ffi.cast(ctype, address)
         return function
 
@@ -128,26 +138,28 @@ def _close_all(plans: dict[Hashable, OpPlan]) -> None:
         plans.popitem()[1].close()
 
 
-_cache: dict[tuple[str, str], CamLibrary] = {}
+_cache: dict[tuple[Toolkit, str], CamLibrary] = {}
 _lock = threading.Lock()
 
 
-def candidates(toolkit: Toolkit) -> tuple[Path, ...]:
-    """Operator libraries to look into: the vendor chain, then every other installed vendor."""
-    chain = [v.library for v in toolkit.vendor_dirs]
-    vendors = toolkit.opp_dir / "vendors"
-    others = sorted(p / VENDOR_LIBRARY for p in vendors.iterdir()) if vendors.is_dir() else []
-    return tuple(dict.fromkeys(p for p in (*chain, *others) if p.exists()))
+def _renew_lock_in_child() -> None:
+    # Another thread may have held it at fork; in the child nobody would release it.
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock_in_child)
 
 
 def open_cam(toolkit: Toolkit, symbol: str = "aclnnA2eGetWorkspaceSize") -> CamLibrary:
-    """The first library of the vendor chain that exports `symbol`. Local; cached per process.
+    """The first library of the vendor chain that exports `symbol`. Local; cached per process and
+    chain. A vendor folder that no setting names is never looked into.
 
     Raises:
         SymbolMissing: no library has it; the message lists those looked into.
         LibraryNotFound: a library the operators need cannot be loaded.
     """
-    key = (str(toolkit.root), symbol)
+    key = (toolkit, symbol)
     with _lock:
         found = _cache.get(key)
         if found is None:
@@ -166,8 +178,9 @@ def _open(toolkit: Toolkit, symbol: str) -> CamLibrary:
             raise opened.error()
         handles[descriptor.group] = opened[0]
     tried = []
-    for path in candidates(toolkit):
-        opened = libraries.open_library(native, path, "vendor chain")
+    for entry in toolkit.vendor_dirs:
+        path = entry.library
+        opened = libraries.open_library(native, path, entry.found_via)
         if isinstance(opened, Problem):
             tried.append(str(opened))
             continue
@@ -176,7 +189,7 @@ def _open(toolkit: Toolkit, symbol: str) -> CamLibrary:
             return library
         tried.append(f"{path} has no {symbol}")
     raise SymbolMissing(
-        f"no CAM operator library under {toolkit.opp_dir}; looked into: "
-        f"{'; '.join(tried) or 'none'}; allowed: a vendor library that exports {symbol}; "
-        f"install the connector's operator package"
+        f"no CAM operator library in the vendor chain; looked into: {'; '.join(tried) or 'none'}; "
+        f"allowed: a vendor library that exports {symbol}; next: install the connector's operator "
+        f"package and name it in ASCEND_CUSTOM_OPP_PATH, or in {toolkit.opp_dir}/vendors/config.ini"
     )

@@ -52,6 +52,10 @@ class _Operators:
         self._device = torch.device(device)
         self._plans = PlanCache()
 
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, stream: int) -> Tensor:
+        """Uninitialised memory; these operators' tensors are not bound to streams."""
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
     def _empty(self, *shape: int, of: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=of or self._dtype, device=self._device)
 
@@ -97,15 +101,21 @@ class HostCamP2POps(_Operators):
     def __init__(
         self,
         library: CamLibrary,
+        topology: CamP2PTopology,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(library, dtype, device)
+        self._topology = topology
         self._dummy = torch.zeros(1, 1, dtype=dtype, device=self._device)
+
+    @property
+    def topology(self) -> CamP2PTopology:
+        """This rank's place."""
+        return self._topology
 
     def a2e(
         self,
-        topology: CamP2PTopology,
         group: str,
         hidden_states: Tensor | None,
         num_tokens: int,
@@ -115,7 +125,7 @@ class HostCamP2POps(_Operators):
     ) -> A2EOutput:
         """See `CamP2POps.a2e`. Asynchronous. Raises ConfigError or AclError before anything is
         queued."""
-        t = topology
+        t = self._topology
         _check_rows(t, "num_tokens", num_tokens)
         sent = hidden_states
         if not t.is_ffn:
@@ -124,7 +134,7 @@ class HostCamP2POps(_Operators):
             self._check("hidden_states", sent, _HALF, (num_tokens, t.hidden))
         dtype = self._dtype if sent is None else sent.dtype
         if out is None:
-            out = self.empty_a2e(t, num_tokens)
+            out = self.empty_a2e(num_tokens)
         rows, width = (num_tokens, t.hidden) if t.is_ffn else (1, 1)
         self._check("out.hidden_states", out.hidden_states, _HALF, (rows, width))
         ids, scales = out.sim_expert_ids, out.sim_scales
@@ -134,8 +144,8 @@ class HostCamP2POps(_Operators):
         self._check("out.atten_batch_size", sizes, _INT32, (t.ratio,))
         self._check("out.x_active_mask", mask, (torch.bool,), (None,))
         made = out.hidden_states.dtype
-        key = ("a2e", t, group, dtype, made, ids.shape[1], mask.shape[0])
-        plan = self._plans.get(key, lambda: self._a2e_plan(t, group, dtype, out))
+        key = ("a2e", group, dtype, made, ids.shape[1], mask.shape[0])
+        plan = self._plans.get(key, lambda: self._a2e_plan(group, dtype, out))
         plan.launch(
             num_tokens,
             0,
@@ -150,9 +160,8 @@ class HostCamP2POps(_Operators):
         )
         return out
 
-    def _a2e_plan(
-        self, t: CamP2PTopology, group: str, dtype: torch.dtype, out: A2EOutput
-    ) -> OpPlan:
+    def _a2e_plan(self, group: str, dtype: torch.dtype, out: A2EOutput) -> OpPlan:
+        t = self._topology
         rows: tuple[int | str, int] = (TOKENS, t.hidden) if t.is_ffn else (1, 1)
         pairs = (rows[0], out.sim_expert_ids.shape[1])
         outputs = (
@@ -168,9 +177,9 @@ class HostCamP2POps(_Operators):
             "aclnnA2e", (sent, None, None, *numbers, group, t.aiv_num, 0, *outputs)
         )
 
-    def empty_a2e(self, topology: CamP2PTopology, num_tokens: int) -> A2EOutput:
+    def empty_a2e(self, num_tokens: int) -> A2EOutput:
         """Uninitialised outputs for `a2e` that a caller may own and pass as `out`."""
-        t = topology
+        t = self._topology
         rows, width = (num_tokens, t.hidden) if t.is_ffn else (1, 1)
         return A2EOutput(
             self._empty(rows, width),
@@ -182,7 +191,6 @@ class HostCamP2POps(_Operators):
 
     def e2a(
         self,
-        topology: CamP2PTopology,
         group: str,
         hidden_states: Tensor,
         atten_batch_size: Tensor,
@@ -192,7 +200,7 @@ class HostCamP2POps(_Operators):
     ) -> Tensor:
         """See `CamP2POps.e2a`. Asynchronous. Raises ConfigError or AclError before anything is
         queued."""
-        t = topology
+        t = self._topology
         self._check("hidden_states", hidden_states, _HALF, (None, t.hidden))
         self._check("atten_batch_size", atten_batch_size, _INT32, (t.ratio,))
         rows = hidden_states.shape[0]
@@ -202,13 +210,14 @@ class HostCamP2POps(_Operators):
         else:
             result = torch.empty_like(hidden_states) if out is None else out
             self._check("out", result, _HALF, (rows, t.hidden))
-        key = ("e2a", t, group, hidden_states.dtype, result.dtype)
-        plan = self._plans.get(key, lambda: self._e2a_plan(t, group, hidden_states, result))
+        key = ("e2a", group, hidden_states.dtype, result.dtype)
+        plan = self._plans.get(key, lambda: self._e2a_plan(group, hidden_states, result))
         addresses = (hidden_states.data_ptr(), atten_batch_size.data_ptr(), result.data_ptr())
         plan.launch(rows, 0, 0, stream, *addresses)
         return result
 
-    def _e2a_plan(self, t: CamP2PTopology, group: str, sent: Tensor, result: Tensor) -> OpPlan:
+    def _e2a_plan(self, group: str, sent: Tensor, result: Tensor) -> OpPlan:
+        t = self._topology
         rows: tuple[int | str, int] = (1, 1) if t.is_ffn else (TOKENS, t.hidden)
         parameters = (
             _given("hidden_states", sent.dtype, TOKENS, t.hidden),
@@ -243,12 +252,14 @@ class HostCamAsyncOps(_Operators):
     def __init__(
         self,
         library: CamLibrary,
+        topology: CamAsyncTopology,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         *,
         shared_expert: bool = False,
     ) -> None:
         super().__init__(library, dtype, device)
+        self._topology = topology
         self._shared = shared_expert
         self._prefix = "aclnnXsdUmdkAsync" if shared_expert else "aclnnAfdAsync"
         # Placeholders of the ABI; the operators read neither.
@@ -257,13 +268,17 @@ class HostCamAsyncOps(_Operators):
         self._result = torch.zeros(1, dtype=torch.int8, device=self._device)
 
     @property
+    def topology(self) -> CamAsyncTopology:
+        """This rank's place."""
+        return self._topology
+
+    @property
     def shared_expert(self) -> bool:
         """Whether items carry a shared expert."""
         return self._shared
 
     def dispatch_send(
         self,
-        topology: CamAsyncTopology,
         group: str,
         hidden_states: Tensor,
         topk_ids: Tensor,
@@ -273,7 +288,7 @@ class HostCamAsyncOps(_Operators):
     ) -> None:
         """See `CamAsyncOps.dispatch_send`. Asynchronous; the arguments stay alive until the stream
         passed."""
-        t = topology
+        t = self._topology
         _check_side("dispatch_send", t.is_ffn, False, t.rank)
         tokens = hidden_states.shape[0]
         if not 1 <= tokens <= t.max_tokens_per_rank:
@@ -287,11 +302,12 @@ class HostCamAsyncOps(_Operators):
             refuse("layer", layer, "0 or more", "pass the layer index")
         self._check("hidden_states", hidden_states, _HALF, (tokens, t.hidden))
         self._check("topk_ids", topk_ids, _INT32, (tokens, t.topk))
-        key = ("dispatch_send", t, group, hidden_states.dtype)
-        plan = self._plans.get(key, lambda: self._dispatch_send_plan(t, group, key[3]))
+        key = ("dispatch_send", group, hidden_states.dtype)
+        plan = self._plans.get(key, lambda: self._dispatch_send_plan(group, key[2]))
         plan.launch(tokens, 0, layer, stream, hidden_states.data_ptr(), topk_ids.data_ptr())
 
-    def _dispatch_send_plan(self, t: CamAsyncTopology, group: str, dtype: torch.dtype) -> OpPlan:
+    def _dispatch_send_plan(self, group: str, dtype: torch.dtype) -> OpPlan:
+        t = self._topology
         parameters = (
             _given("hidden_states", dtype, TOKENS, t.hidden),
             _given("topk_ids", torch.int32, TOKENS, t.topk),
@@ -307,10 +323,10 @@ class HostCamAsyncOps(_Operators):
         """The newer set's sends have an output that says nothing."""
         return () if self._shared else (self._constant(self._result),)
 
-    def empty_item(self, topology: CamAsyncTopology, capacity: int | None = None) -> DispatchItem:
+    def empty_item(self, capacity: int | None = None) -> DispatchItem:
         """Uninitialised receive outputs a slot may own. `capacity` must equal the operator's
         (default: `receive_capacity()`); memory is touched only where rows arrive."""
-        t = topology
+        t = self._topology
         rows = receive_capacity() if capacity is None else capacity
         dtype = torch.int8 if t.dynamic_quant else self._dtype
         scales = rows if t.dynamic_quant else 1
@@ -330,7 +346,6 @@ class HostCamAsyncOps(_Operators):
 
     def dispatch_recv(
         self,
-        topology: CamAsyncTopology,
         group: str,
         *,
         stream: int,
@@ -338,19 +353,19 @@ class HostCamAsyncOps(_Operators):
         stop: Tensor | None = None,
     ) -> DispatchItem:
         """See `CamAsyncOps.dispatch_recv`. Asynchronous; keep `stop` alive like the outputs."""
-        t = topology
+        t = self._topology
         _check_side("dispatch_recv", t.is_ffn, True, t.rank)
         if stop is not None:
             if not t.dynamic_quant or self._shared:
                 refuse("stop", "given", "routed-only operators with dynamic_quant", "leave it out")
             self._check("stop", stop, _HALF, (16,))
-        item = self.empty_item(t) if out is None else out
+        item = self.empty_item() if out is None else out
         dtypes = (torch.int8,) if t.dynamic_quant else _HALF
         rows = item.hidden_states.shape[0]
         outputs = [self._check("out.hidden_states", item.hidden_states, dtypes, (rows, t.hidden))]
         scales = (rows if t.dynamic_quant else 1,)
         if self._shared:
-            outputs += self._shared_outputs(t, item, rows)
+            outputs += self._shared_outputs(item, rows)
         else:
             outputs.append(self._check("out.scales", item.scales, _FLOAT, scales))
         length = (t.info_length(self._shared),)
@@ -360,14 +375,15 @@ class HostCamAsyncOps(_Operators):
         if item.shared_count is not None and self._shared:
             outputs.append(self._check("out.shared_count", item.shared_count, _INT64, (1,)))
         anchor = self._anchor if stop is None else stop
-        key = ("dispatch_recv", t, group, outputs[0].dtype, stop is None, anchor.dtype)
-        plan = self._plans.get(key, lambda: self._dispatch_recv_plan(t, group, outputs, anchor))
+        key = ("dispatch_recv", group, outputs[0].dtype, stop is None, anchor.dtype)
+        plan = self._plans.get(key, lambda: self._dispatch_recv_plan(group, outputs, anchor))
         addresses = [one.data_ptr() for one in outputs]
         plan.launch(rows, 0, 0, stream, anchor.data_ptr(), *addresses)
         return item
 
-    def _shared_outputs(self, t: CamAsyncTopology, item: DispatchItem, rows: int) -> list[Tensor]:
+    def _shared_outputs(self, item: DispatchItem, rows: int) -> list[Tensor]:
         """The shared expert's rows, both scales."""
+        t = self._topology
         shared, scales = item.shared_hidden_states, item.shared_scales
         if shared is None or scales is None or item.shared_count is None:
             refuse("out", "without a shared expert", "as empty_item makes it", "use that")
@@ -378,9 +394,8 @@ class HostCamAsyncOps(_Operators):
             self._check("out.shared_scales", scales, _FLOAT, length),
         ]
 
-    def _dispatch_recv_plan(
-        self, t: CamAsyncTopology, group: str, outputs: Sequence[Tensor], anchor: Tensor
-    ) -> OpPlan:
+    def _dispatch_recv_plan(self, group: str, outputs: Sequence[Tensor], anchor: Tensor) -> OpPlan:
+        t = self._topology
         rows, each = (TOKENS, t.hidden), TOKENS if t.dynamic_quant else 1
         shapes: list[tuple[int | str, ...]] = [rows, (each,)]
         if self._shared:
@@ -402,7 +417,6 @@ class HostCamAsyncOps(_Operators):
 
     def combine_send(
         self,
-        topology: CamAsyncTopology,
         group: str,
         expert_out: Tensor,
         batch_info: Tensor,
@@ -412,7 +426,7 @@ class HostCamAsyncOps(_Operators):
     ) -> None:
         """See `CamAsyncOps.combine_send`. Asynchronous; the arguments stay alive until the stream
         passed."""
-        t = topology
+        t = self._topology
         _check_side("combine_send", t.is_ffn, True, t.rank)
         self._check("expert_out", expert_out, _HALF, (None, t.hidden))
         rows, shared_rows = expert_out.shape[0], 0
@@ -431,11 +445,12 @@ class HostCamAsyncOps(_Operators):
             self._check("shared_out", shared_out, (expert_out.dtype,), (None, t.hidden))
             shared_rows = shared_out.shape[0]
             addresses.insert(1, shared_out.data_ptr())
-        key = ("combine_send", t, group, expert_out.dtype)
-        plan = self._plans.get(key, lambda: self._combine_send_plan(t, group, expert_out.dtype))
+        key = ("combine_send", group, expert_out.dtype)
+        plan = self._plans.get(key, lambda: self._combine_send_plan(group, expert_out.dtype))
         plan.launch(rows, shared_rows, 0, stream, *addresses)
 
-    def _combine_send_plan(self, t: CamAsyncTopology, group: str, dtype: torch.dtype) -> OpPlan:
+    def _combine_send_plan(self, group: str, dtype: torch.dtype) -> OpPlan:
+        t = self._topology
         rows = [_given("expert_out", dtype, TOKENS, t.hidden)]
         if self._shared:
             rows.append(_given("shared_out", dtype, SECOND, t.hidden))
@@ -452,7 +467,6 @@ class HostCamAsyncOps(_Operators):
 
     def combine_recv(
         self,
-        topology: CamAsyncTopology,
         group: str,
         topk_ids: Tensor,
         topk_weights: Tensor,
@@ -462,20 +476,21 @@ class HostCamAsyncOps(_Operators):
     ) -> Tensor:
         """See `CamAsyncOps.combine_recv`. Asynchronous; the result is valid once the stream
         passed."""
-        t = topology
+        t = self._topology
         _check_side("combine_recv", t.is_ffn, False, t.rank)
         self._check("topk_ids", topk_ids, _INT32, (None, t.topk))
         tokens = topk_ids.shape[0]
         self._check("topk_weights", topk_weights, _FLOAT, (tokens, t.topk))
         result = self._empty(tokens, t.hidden) if out is None else out
         self._check("out", result, _HALF, (tokens, t.hidden))
-        key = ("combine_recv", t, group, result.dtype)
-        plan = self._plans.get(key, lambda: self._combine_recv_plan(t, group, result.dtype))
+        key = ("combine_recv", group, result.dtype)
+        plan = self._plans.get(key, lambda: self._combine_recv_plan(group, result.dtype))
         addresses = (topk_ids.data_ptr(), topk_weights.data_ptr(), result.data_ptr())
         plan.launch(tokens, 0, 0, stream, *addresses)
         return result
 
-    def _combine_recv_plan(self, t: CamAsyncTopology, group: str, dtype: torch.dtype) -> OpPlan:
+    def _combine_recv_plan(self, group: str, dtype: torch.dtype) -> OpPlan:
+        t = self._topology
         parameters = (
             self._constant(self._anchor),
             _given("topk_ids", torch.int32, TOKENS, t.topk),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from xmoe.kernels.ops.cam.topology import CamAsyncTopology, CamP2PTopology
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -54,15 +55,25 @@ class DispatchItem:
 
 
 class CamP2POps(Protocol):
-    """a2e and e2a. In one group both roles launch a2e, e2a, a2e ... in the same total order."""
+    """a2e and e2a of one rank. In one group both roles launch a2e, e2a, a2e ... in the same total
+    order."""
 
-    def empty_a2e(self, topology: CamP2PTopology, num_tokens: int) -> A2EOutput:
-        """Uninitialised outputs for `a2e`, for a caller that owns them."""
+    @property
+    def topology(self) -> CamP2PTopology:
+        """This rank's place."""
+        ...
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, stream: int) -> Tensor:
+        """Uninitialised memory that belongs to `stream`."""
+        ...
+
+    def empty_a2e(self, num_tokens: int) -> A2EOutput | None:
+        """Uninitialised outputs for `a2e`, for a caller that owns them; None where each call makes
+        its own (torch operators have no form with outputs)."""
         ...
 
     def a2e(
         self,
-        topology: CamP2PTopology,
         group: str,
         hidden_states: Tensor | None,
         num_tokens: int,
@@ -76,7 +87,6 @@ class CamP2POps(Protocol):
 
     def e2a(
         self,
-        topology: CamP2PTopology,
         group: str,
         hidden_states: Tensor,
         atten_batch_size: Tensor,
@@ -90,22 +100,31 @@ class CamP2POps(Protocol):
 
 
 class CamAsyncOps(Protocol):
-    """The four asynchronous operators. One dispatch per Attention rank and group is outstanding at
-    most; receives share one stream; sends of one Attention group keep the order of receives."""
+    """The four asynchronous operators of one rank. One dispatch per Attention rank and group is
+    outstanding at most; receives share one stream; sends of one Attention group keep the order of
+    receives."""
+
+    @property
+    def topology(self) -> CamAsyncTopology:
+        """This rank's place."""
+        ...
 
     @property
     def shared_expert(self) -> bool:
         """Whether receive outputs and combine_send carry a shared expert (the older set)."""
         ...
 
-    def empty_item(self, topology: CamAsyncTopology, capacity: int | None = None) -> DispatchItem:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, stream: int) -> Tensor:
+        """Uninitialised memory that belongs to `stream`."""
+        ...
+
+    def empty_item(self, capacity: int | None = None) -> DispatchItem | None:
         """Uninitialised outputs for `dispatch_recv`, for a caller that owns them. `capacity` in
-        rows; None asks the operators."""
+        rows; None asks the operators. None where each call makes its own."""
         ...
 
     def dispatch_send(
         self,
-        topology: CamAsyncTopology,
         group: str,
         hidden_states: Tensor,
         topk_ids: Tensor,
@@ -118,7 +137,6 @@ class CamAsyncOps(Protocol):
 
     def dispatch_recv(
         self,
-        topology: CamAsyncTopology,
         group: str,
         *,
         stream: int,
@@ -131,7 +149,6 @@ class CamAsyncOps(Protocol):
 
     def combine_send(
         self,
-        topology: CamAsyncTopology,
         group: str,
         expert_out: Tensor,
         batch_info: Tensor,
@@ -145,7 +162,6 @@ class CamAsyncOps(Protocol):
 
     def combine_recv(
         self,
-        topology: CamAsyncTopology,
         group: str,
         topk_ids: Tensor,
         topk_weights: Tensor,
@@ -162,4 +178,16 @@ class ReadinessProbe(Protocol):
 
     def ready(self, topology: CamAsyncTopology, group: str) -> int:
         """How many Attention groups have a dispatch waiting in this FFN rank's window."""
+        ...
+
+
+class HostCopy(Protocol):
+    """Pinned host memory of one slot for the words of a small int64 tensor."""
+
+    def queue(self, words: Tensor, stream: int) -> None:
+        """Copy `words` in the order of `stream`. Does not wait."""
+        ...
+
+    def read(self) -> list[int]:
+        """What the last copy brought; only after the stream was seen to have passed it."""
         ...

@@ -206,11 +206,15 @@ class SoftCam:
         out: Tensor | None = None,
         alpha: float = 1.0,
         beta: float = 0.0,
+        batch_info: Tensor | None = None,
+        gamma: float = 0.0,
     ) -> None:
         """TEST KERNEL: hold cores for a time. With rows [R, H] and out [R, H]: row r of local
         expert e (by `tokens_per_expert`, int64) becomes row * (alpha + beta * e), int8 rows times
-        their scale; rows beyond the counts are left alone. Asynchronous."""
-        tensors = (rows, scales, tokens_per_expert, out)
+        their scale; rows beyond the counts are left alone. With `batch_info`, int64, the layer is
+        read from batch_info[2] when the kernel runs: it is the tag, and alpha grows by gamma *
+        (layer mod 4). Asynchronous."""
+        tensors = (rows, scales, tokens_per_expert, batch_info, out)
         for one in tensors:
             require("timed kernel tensor", one, one is None or one.is_contiguous(),
                     "contiguous", "use .contiguous()")  # fmt: skip
@@ -218,15 +222,15 @@ class SoftCam:
             require("out", tuple(out.shape), out.shape == rows.shape,
                     f"the shape of rows, {tuple(rows.shape)}", "correct it")  # fmt: skip
         shapes = tuple(None if one is None else (one.dtype, one.shape[1:]) for one in tensors)
-        experts = 0 if tokens_per_expert is None else tokens_per_expert.shape[0]
+        lengths = tuple(0 if one is None else one.shape[0] for one in tensors[2:4])
         numbers = (vector_cores, cube_cores, microseconds)
         plan = self._plans.get(
-            (shapes, numbers, experts, alpha, beta),
+            (shapes, numbers, lengths, alpha, beta, gamma),
             lambda: self._library.plan(
                 "aclnnXsdTimedKernel",
                 (
-                    *_tensors(tensors[:3], experts), *numbers, NUMBER, alpha, beta,
-                    *_tensors(tensors[3:], experts),
+                    *_tensors(tensors[:4]), *numbers, NUMBER, alpha, beta, gamma,
+                    *_tensors(tensors[4:]),
                 ),
             ),
         )  # fmt: skip
@@ -234,15 +238,15 @@ class SoftCam:
         plan.launch(0 if rows is None else rows.shape[0], 0, tag, stream, *addresses)
 
 
-def _tensors(given: Sequence[Tensor | None], experts: int) -> list[StepTensor | None]:
+def _tensors(given: Sequence[Tensor | None]) -> list[StepTensor | None]:
     """As the timed kernel's plan has them; sizes of rows come with each launch."""
     found: list[StepTensor | None] = []
     for one in given:
         if one is None:
             found.append(None)
             continue
-        counts = one.dtype is torch.int64
-        shape = (experts,) if counts else (TOKENS, *one.shape[1:])
+        fixed = one.dtype is torch.int64  # counts and batch_info
+        shape = tuple(one.shape) if fixed else (TOKENS, *one.shape[1:])
         found.append(StepTensor("rows", str(one.dtype), shape, may_share=True))
     return found
 

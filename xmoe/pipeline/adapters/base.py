@@ -13,10 +13,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from xmoe.errors import CommError
+from xmoe.errors import CommError, ConfigError
+from xmoe.kernels.ops.cam.topology import CamAsyncTopology, CamP2PTopology
 from xmoe.multistream import Capabilities
 from xmoe.pipeline.channels import ChannelRule
 from xmoe.pipeline.items import WorkItem
+
+UNKNOWN_LAYER = -1
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,10 @@ class FfnInput:
     hidden_states [R, H] model dtype, or int8 with `scales` float32 [R]; tokens_per_expert int64
     [experts of this rank] on the device, None where the rows are not sorted by expert. `layer` and
     `stage` travel with the item: nothing else says which layer it is.
+
+    With metadata_read="device" the host knows neither layer nor rows: `layer` is UNKNOWN_LAYER, R
+    the receive capacity, of which the rows that tokens_per_expert counts are filled, and
+    batch_info[2], int64 on the device, is the layer.
     """
 
     hidden_states: Tensor
@@ -34,10 +41,15 @@ class FfnInput:
     scales: Tensor | None = None
     tokens_per_expert: Tensor | None = None
     shared: bool = False
+    batch_info: Tensor | None = None
 
 
 class FfnModel(Protocol):
     """The experts of one FFN rank."""
+
+    @property
+    def device_metadata(self) -> bool:
+        """Whether `compute` takes items whose layer and rows only the device knows."""
 
     def compute(self, item: FfnInput, out: Tensor, stream: int) -> None:
         """Queue the experts' work on `stream`: out [R, H] model dtype. Keeps no state between
@@ -108,6 +120,13 @@ class Adapter(Protocol):
 class FfnAdapter(Adapter, Protocol):
     """The FFN side."""
 
+    def settled(self) -> None:
+        """The streams are empty: no receive that was issued is under way any more."""
+
+    def stop(self, stream: int) -> bool:
+        """Make a receive that waits on the device end, and be the last one; False where nothing
+        can. `stream` is one that no operator uses."""
+
     def items(self, plan: StepPlan, model: FfnModel) -> Iterator[WorkItem]:
         """The step's items in the order of issue. Take the next one only after the last one was
         submitted."""
@@ -130,23 +149,42 @@ class AttentionAdapter(Adapter, Protocol):
         """
 
 
-@dataclass
-class Abort:
-    """The abort words of an adapter's groups, used once."""
+class ConnectorAdapter:
+    """What the adapters of both connectors and roles share: the role's check, the abort words.
 
-    groups: Sequence[str]
-    aborter: GroupAborter | None
-    used: bool = False
+    Args:
+        groups: the communicators' names. is_ffn: whose side the adapter is for.
+        first: the role whose ranks come first in this connector.
+    """
 
-    def __call__(self, reason: int) -> bool:
-        if self.aborter is None:
+    def __init__(
+        self,
+        topology: CamP2PTopology | CamAsyncTopology,
+        groups: Sequence[str],
+        *,
+        is_ffn: bool,
+        first: str,
+        aborter: GroupAborter | None,
+    ) -> None:
+        if topology.is_ffn != is_ffn:
+            raise ConfigError(
+                f"rank {topology.rank} of {topology.attn_size} Attention and {topology.ffn_size} "
+                f"FFN ranks; allowed: the adapter of its own role; next: {first} ranks come first"
+            )
+        self._groups = tuple(groups)
+        self._aborter = aborter
+        self._aborted = False
+
+    def abort(self, reason: int) -> bool:
+        """See Adapter."""
+        if self._aborter is None:
             return False
-        if not self.used:
-            self.used = True
+        if not self._aborted:
+            self._aborted = True
             problems = []
-            for group in self.groups:
+            for group in self._groups:
                 try:
-                    self.aborter.abort(group, reason)
+                    self._aborter.abort(group, reason)
                 except CommError as error:
                     problems.append(str(error))
             if problems:

@@ -12,18 +12,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from xmoe.errors import CommError, ConfigError
-from xmoe.kernels.ops.cam.protocols import CamAsyncOps, DispatchItem, ReadinessProbe
-from xmoe.kernels.ops.cam.topology import CamAsyncTopology
+from xmoe.kernels.ops.cam.protocols import CamAsyncOps, DispatchItem, HostCopy, ReadinessProbe
+from xmoe.kernels.ops.cam.topology import CamAsyncTopology, receive_capacity
 from xmoe.multistream import Capabilities, MetadataRead, RecvGate
 from xmoe.pipeline.adapters.base import (
-    Abort,
+    UNKNOWN_LAYER,
     AttentionModel,
     AttentionOutput,
+    ConnectorAdapter,
     FfnInput,
     FfnModel,
     GroupAborter,
@@ -64,69 +66,121 @@ class ItemHead:
     num_tokens: int
     shared_tokens: int = 0
 
+    @classmethod
+    def of(cls, info: list[int], topology: CamAsyncTopology, shared: bool) -> ItemHead:
+        """From batch_info: behind its five words and the prefixes come the counts of the whole
+        dispatch, by TP rank, then expert slot; slot 0 is the shared expert where there is one."""
+        rank, layer, first, last = info[1:5]
+        if rank < 0:  # the operators' shutdown item carries nothing
+            return cls(rank, layer, first, last, 0)
+        width = topology.experts_per_rank + shared
+        counts = info[5 + topology.tp_size :]
+        rows = [sum(counts[slot::width]) for slot in range(first, last + 1)]
+        own = rows[0] if shared and first == 0 else 0
+        return cls(rank, layer, first, last, sum(rows) - own, own)
 
-class _CamAsync:
-    """What both roles share."""
 
-    def __init__(
-        self,
-        ops: CamAsyncOps,
-        topology: CamAsyncTopology,
-        group: str,
-        *,
-        is_ffn: bool,
-        aborter: GroupAborter | None,
-        probe: ReadinessProbe | None,
-        core_limits: bool,
-    ) -> None:
-        if topology.is_ffn != is_ffn:
-            raise ConfigError(
-                f"rank {topology.rank} of {topology.attn_size} Attention and {topology.ffn_size} "
-                "FFN ranks; allowed: the adapter of its own role; next: Attention ranks come first"
-            )
-        self._ops = ops
-        self._topology = topology
-        self._group = group
-        self._probe = probe
-        self._core_limits = core_limits
-        self._abort = Abort((group,), aborter)
+class StopBuffer(Protocol):
+    """The operators' own way to end a receive that waits."""
 
     @property
-    def capabilities(self) -> Capabilities:
-        """From the sources of the routed-only operators; of the closed older set it is assumed."""
-        return Capabilities(
-            connector="CAMAsync",
-            roles=frozenset({"ffn", "attention"}),
-            honours_current_stream=True,
-            recv_send_same_channel_exclusive=False,
-            recv_blocks_cores=True,
-            host_metadata=True,
-            metadata_reads=frozenset({MetadataRead.BLOCKING}),
-            graph_safe=False,
-            max_outstanding_per_channel=1,
-            ready_probe=self._probe is not None,
-            core_limits=self._core_limits,
-            peer_abort=self._abort.aborter is not None,
-        )
+    def tensor(self) -> Tensor:
+        """What a receive is given in place of its placeholder."""
 
-    def abort(self, reason: int) -> bool:
-        """See Adapter."""
-        return self._abort(reason)
+    def write(self, stream: int) -> None:
+        """Set it, from the host, on a stream that no operator holds. Final."""
+
+
+def device_metadata_problem(
+    topology: CamAsyncTopology, capacity: int, shared_expert: bool = False
+) -> str:
+    """Why the host may not leave an item's metadata unread; empty when it may.
+
+    A dispatch that does not fit one receive comes in several, and only the metadata says which is
+    the last one.
+    """
+    t = topology
+    rows = t.max_seq_len * (min(t.topk, t.experts_per_rank) + shared_expert)
+    if rows <= capacity:
+        return ""
+    return (
+        f"device: up to {rows} rows of a dispatch do not fit a receive of {capacity}, and the host "
+        "must see which part is the last"
+    )
+
+
+def capabilities(
+    topology: CamAsyncTopology,
+    *,
+    ready_probe: bool,
+    core_limits: bool,
+    peer_abort: bool,
+    capacity: int | None = None,
+    shared_expert: bool = False,
+    host_copy: bool = True,
+) -> Capabilities:
+    """From the sources of the routed-only operators; of the closed older set it is assumed."""
+    reads = {MetadataRead.BLOCKING: "", MetadataRead.PINNED_ASYNC: ""}
+    if not host_copy:
+        reads[MetadataRead.PINNED_ASYNC] = "pinned_async: no pinned memory was given"
+    rows = receive_capacity() if capacity is None else capacity
+    reads[MetadataRead.DEVICE] = device_metadata_problem(topology, rows, shared_expert)
+    return Capabilities(
+        connector="CAMAsync",
+        roles=frozenset({"ffn", "attention"}),
+        honours_current_stream=True,
+        recv_send_same_channel_exclusive=False,
+        recv_blocks_cores=True,
+        host_metadata=True,
+        metadata_reads=frozenset(way for way, problem in reads.items() if not problem),
+        metadata_problems=tuple(problem for problem in reads.values() if problem),
+        graph_safe=False,
+        max_outstanding_per_channel=1,
+        ready_probe=ready_probe,
+        core_limits=core_limits,
+        peer_abort=peer_abort,
+    )
 
 
 @dataclass
 class _SlotBuffers:
-    received: DispatchItem
-    computed: Tensor
-    shared: Tensor | None
+    """`own`: what receives are told to fill; None where each makes its outputs anew. `copy`: pinned
+    memory for metadata."""
+
+    own: DispatchItem | None
+    copy: HostCopy | None
+    received: DispatchItem | None = None
+    computed: Tensor | None = None
+    shared: Tensor | None = None
     empty: Tensor | None = None
 
+    @property
+    def item(self) -> DispatchItem:
+        """What the slot's receive brought."""
+        assert self.received is not None
+        return self.received
 
-class CamAsyncFfnAdapter(_CamAsync):
+
+class _Posted:
+    """A receive whose item is not over."""
+
+    def __init__(self, posted: set[_Posted]) -> None:
+        self._all = posted
+        posted.add(self)
+
+    def close(self) -> None:
+        self._all.discard(self)
+
+
+class CamAsyncFfnAdapter(ConnectorAdapter):
     """FFN side.
 
     Args:
         gate: whether a receive is posted only when something is there. `probe` answers that.
+        metadata_read: blocking: the host reads batch_info once the receive is over. pinned_async:
+            it is copied to pinned memory in the receive's stream, behind the receive. device: the
+            host reads nothing, the model takes layer and rows from device tensors.
+        host_copy: makes a slot's pinned memory. stop: ends a receive that waits.
         capacity: rows of a receive output, the operators' own; None asks the operators.
         alive: called while idle; raises when a peer is gone.
     """
@@ -134,7 +188,6 @@ class CamAsyncFfnAdapter(_CamAsync):
     def __init__(
         self,
         ops: CamAsyncOps,
-        topology: CamAsyncTopology,
         group: str,
         *,
         gate: RecvGate = RecvGate.NONE,
@@ -144,32 +197,56 @@ class CamAsyncFfnAdapter(_CamAsync):
         dtype: torch.dtype = torch.bfloat16,
         core_limits: bool = False,
         alive: Callable[[], None] | None = None,
+        metadata_read: MetadataRead = MetadataRead.BLOCKING,
+        host_copy: Callable[[], HostCopy] | None = None,
+        stop: StopBuffer | None = None,
     ) -> None:
-        super().__init__(
-            ops,
-            topology,
-            group,
-            is_ffn=True,
-            aborter=aborter,
-            probe=probe,
-            core_limits=core_limits,
-        )
+        super().__init__(ops.topology, (group,), is_ffn=True, first="Attention", aborter=aborter)
         if gate is RecvGate.READY_PROBE and probe is None:
             raise ConfigError(
                 'recv_gate="ready_probe" without a probe; allowed: an operator library that has '
                 'one; next: recv_gate="core_partition", or mode="serial"'
             )
+        self._ops = ops
+        self._topology = ops.topology
+        self._group = group
+        self._probe = probe
+        self._core_limits = core_limits
         self._gate = gate
         self._capacity = capacity
         self._dtype = dtype
         self._alive = alive
+        self._read = metadata_read
+        self._host_copy = host_copy
+        self._stop = stop
         self._idle = 0
         self._slots: dict[int, _SlotBuffers] = {}
         self._partial: ItemHead | None = None
+        self._posted: set[_Posted] = set()
         self.finished = 0
         self.stopped = False
         self.metadata_reads = 0
         self.heads: deque[ItemHead] = deque(maxlen=1024)
+        if metadata_read not in self.capabilities.metadata_reads:
+            raise ConfigError(
+                f'metadata_read="{metadata_read.value}" is not possible: '
+                f"{'; '.join(self.capabilities.metadata_problems)}; allowed: "
+                f"{', '.join(sorted(way.value for way in self.capabilities.metadata_reads))}; "
+                "next: choose one of them"
+            )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See Adapter."""
+        return capabilities(
+            self._topology,
+            ready_probe=self._probe is not None,
+            core_limits=self._core_limits,
+            peer_abort=self._aborter is not None,
+            capacity=self._capacity,
+            shared_expert=self._ops.shared_expert,
+            host_copy=self._host_copy is not None,
+        )
 
     def channels(self) -> tuple[ChannelRule, ...]:
         """Receives on one stream, sends on one stream in their order, the two side by side."""
@@ -185,17 +262,36 @@ class CamAsyncFfnAdapter(_CamAsync):
         """Receive whatever is next, compute, send."""
         gate = self._ready if self._gate is RecvGate.READY_PROBE else None
         group = self._group
-        phases = (
+        phases = [
             Phase(PhaseKind.RECV, group, self._recv),
             Phase(PhaseKind.METADATA, group, self._metadata),
             Phase(PhaseKind.COMPUTE, "ffn", lambda context: self._compute(context, model)),
             Phase(PhaseKind.SEND, group, self._send),
-        )
-        return WorkItem("camasync", -1, phases, gate=gate)
+        ]
+        if self._read is MetadataRead.DEVICE:
+            del phases[1]
+        return WorkItem("camasync", UNKNOWN_LAYER, tuple(phases), gate=gate)
+
+    def settled(self) -> None:
+        """See FfnAdapter."""
+        self._posted.clear()
+
+    def stop(self, stream: int) -> bool:
+        """See FfnAdapter. Without a stop buffer nothing can; with a readiness probe no receive
+        waits, so the loop can end between two items."""
+        if self._stop is None or self._gate is RecvGate.READY_PROBE:
+            return False
+        self._stop.write(stream)
+        if self._read is MetadataRead.DEVICE:
+            self.stopped = True  # nobody reads that an item is the shutdown item
+        return True
 
     def _ready(self) -> bool:
         assert self._probe is not None
-        if self._probe.ready(self._topology, self._group) > 0:
+        # The probe still counts what a posted receive has not taken yet. Where the host reads the
+        # metadata that receive is over; else only items that are over certainly took theirs, and a
+        # receive posted for nothing would hold all cores.
+        if self._probe.ready(self._topology, self._group) > len(self._posted):
             self._idle = 0
             return True
         self._idle += 1
@@ -205,20 +301,27 @@ class CamAsyncFfnAdapter(_CamAsync):
 
     def _recv(self, context: PhaseContext) -> None:
         buffers = self._buffers(context.slot)
-        context.keep(buffers)
-        handle = context.stream.handle()
-        self._ops.dispatch_recv(self._topology, self._group, stream=handle, out=buffers.received)
+        stop = None if self._stop is None else self._stop.tensor
+        item = self._ops.dispatch_recv(
+            self._group, stream=context.stream.handle(), out=buffers.own, stop=stop
+        )
+        buffers.received = item
+        context.keep(buffers, item, stop)
+        if self._read is MetadataRead.DEVICE:
+            context.own(_Posted(self._posted))
+        if buffers.copy is not None:
+            # Read again: torch operators may have been queued on the host since.
+            buffers.copy.queue(item.batch_info, context.stream.handle())
 
     def _metadata(self, context: PhaseContext) -> None:
-        """Host reads, after the receive is over: who sent it, which layer, how many rows."""
-        t, item = self._topology, self._buffers(context.slot).received
-        info = item.batch_info.tolist()
-        tokens = int(item.tokens_per_expert.sum())
-        shared = 0 if item.shared_count is None else int(item.shared_count)
-        self.metadata_reads += 2 + (item.shared_count is not None)
-        head = ItemHead(info[1], info[2], info[3], info[4], tokens, shared)
+        """Host read, after the receive is over: who sent it, which layer, how many rows."""
+        t, buffers = self._topology, self._buffers(context.slot)
+        item = buffers.item
+        info = item.batch_info.tolist() if buffers.copy is None else buffers.copy.read()
+        self.metadata_reads += 1
+        head = ItemHead.of(info, t, self._ops.shared_expert)
         self._check_order(head)
-        quant = t.dynamic_quant
+        tokens, shared, quant = head.num_tokens, head.shared_tokens, t.dynamic_quant
         context.layer = head.layer
         context.values["head"] = head
         context.values["state"] = AFDAsyncTransferState(
@@ -259,59 +362,106 @@ class CamAsyncFfnAdapter(_CamAsync):
             )
 
     def _compute(self, context: PhaseContext, model: FfnModel) -> None:
-        buffers, head = self._buffers(context.slot), context.values["head"]
+        buffers, stream = self._buffers(context.slot), context.stream.handle()
+        item = buffers.item
+        self._make_outputs(buffers, stream)
+        assert buffers.computed is not None
+        if self._read is MetadataRead.DEVICE:
+            self._compute_unread(context, model, stream)
+            return
+        head: ItemHead = context.values["head"]
         state: AFDAsyncTransferState = context.values["state"]
-        stream = context.stream.handle()
         rows = head.num_tokens
         if rows > 0:
-            hidden = buffers.received.hidden_states[:rows]
-            item = FfnInput(
-                hidden, head.layer, context.stage, state.dynamic_scales, state.group_list
+            routed = FfnInput(
+                item.hidden_states[:rows],
+                head.layer,
+                context.stage,
+                state.dynamic_scales,
+                state.group_list,
+                batch_info=item.batch_info,
             )
-            model.compute(item, buffers.computed[:rows], stream)
+            model.compute(routed, buffers.computed[:rows], stream)
         if head.shared_tokens > 0:
             assert state.expand_x_shared is not None and buffers.shared is not None
             rows_in, scales = state.expand_x_shared, state.dynamic_scales_shared
-            item = FfnInput(rows_in, head.layer, context.stage, scales, shared=True)
-            model.compute(item, buffers.shared[: head.shared_tokens], stream)
+            shared = FfnInput(rows_in, head.layer, context.stage, scales, shared=True)
+            model.compute(shared, buffers.shared[: head.shared_tokens], stream)
+
+    def _compute_unread(self, context: PhaseContext, model: FfnModel, stream: int) -> None:
+        """Over the whole receive buffers; device tensors say how much of them is filled."""
+        buffers, quant = self._buffers(context.slot), self._topology.dynamic_quant
+        item = buffers.item
+        assert buffers.computed is not None
+        routed = FfnInput(
+            item.hidden_states,
+            UNKNOWN_LAYER,
+            context.stage,
+            item.scales if quant else None,
+            item.tokens_per_expert,
+            batch_info=item.batch_info,
+        )
+        model.compute(routed, buffers.computed, stream)
+        if item.shared_hidden_states is not None:
+            assert buffers.shared is not None
+            shared = FfnInput(
+                item.shared_hidden_states,
+                UNKNOWN_LAYER,
+                context.stage,
+                item.shared_scales if quant else None,
+                item.shared_count,
+                shared=True,
+                batch_info=item.batch_info,
+            )
+            model.compute(shared, buffers.shared, stream)
 
     def _send(self, context: PhaseContext) -> None:
         """Answer every item, also one without a row: Attention waits for all FFN ranks."""
-        buffers, head = self._buffers(context.slot), context.values["head"]
-        # Never the receive buffer as a stand-in: with quantisation it is int8, which is refused.
-        # Allocated here, so that it belongs to the stream that uses it.
-        if buffers.empty is None and (head.num_tokens == 0 or head.shared_tokens == 0):
-            buffers.empty = torch.zeros(
-                1, self._topology.hidden, dtype=self._dtype, device=buffers.computed.device
-            )
-        shared = None
-        if buffers.shared is not None:
-            n = head.shared_tokens
-            shared = buffers.shared[:n] if n else buffers.empty
-        rows = buffers.computed[: head.num_tokens] if head.num_tokens else buffers.empty
+        buffers, stream = self._buffers(context.slot), context.stream.handle()
+        rows, shared = buffers.computed, buffers.shared
         assert rows is not None
-        self._ops.combine_send(
-            self._topology,
-            self._group,
-            rows,
-            buffers.received.batch_info,
-            stream=context.stream.handle(),
-            shared_out=shared,
-        )
+        if self._read is MetadataRead.DEVICE:
+            self.finished += 1
+        else:
+            head: ItemHead = context.values["head"]
+            rows = self._filled(buffers, rows, head.num_tokens, stream)
+            if shared is not None:
+                shared = self._filled(buffers, shared, head.shared_tokens, stream)
+        info = buffers.item.batch_info
+        self._ops.combine_send(self._group, rows, info, stream=stream, shared_out=shared)
+
+    def _filled(self, buffers: _SlotBuffers, rows: Tensor, count: int, stream: int) -> Tensor:
+        """The rows that were computed, or one zero row. Never the receive buffer as a stand-in:
+        with quantisation it is int8, which combine_send refuses."""
+        if count:
+            return rows[:count]
+        if buffers.empty is None:
+            buffers.empty = self._ops.empty((1, self._topology.hidden), self._dtype, stream=stream)
+            buffers.empty.zero_()
+        return buffers.empty
 
     def _buffers(self, slot: int) -> _SlotBuffers:
         found = self._slots.get(slot)
         if found is None:
-            received = self._ops.empty_item(self._topology, self._capacity)
+            copy = None
+            if self._read is MetadataRead.PINNED_ASYNC:
+                assert self._host_copy is not None
+                copy = self._host_copy()
+            found = _SlotBuffers(self._ops.empty_item(self._capacity), copy)
+            self._slots[slot] = found
+        return found
+
+    def _make_outputs(self, buffers: _SlotBuffers, stream: int) -> None:
+        """Once for each slot; they belong to the stream that computes."""
+        if buffers.computed is None:
+            item = buffers.item
 
             def like(rows: Tensor) -> Tensor:
-                return torch.empty(rows.shape, dtype=self._dtype, device=rows.device)
+                return self._ops.empty(tuple(rows.shape), self._dtype, stream=stream)
 
-            shared = received.shared_hidden_states
-            found = self._slots[slot] = _SlotBuffers(
-                received, like(received.hidden_states), None if shared is None else like(shared)
-            )
-        return found
+            buffers.computed = like(item.hidden_states)
+            if item.shared_hidden_states is not None:
+                buffers.shared = like(item.shared_hidden_states)
 
     def leftovers(self) -> tuple[str, ...]:
         """A dispatch of which a part is missing."""
@@ -327,7 +477,7 @@ class _Pending:
     state: AFDAsyncTransferState
 
 
-class CamAsyncAttentionAdapter(_CamAsync):
+class CamAsyncAttentionAdapter(ConnectorAdapter):
     """Attention side. Pending dispatches are kept in a FIFO for each stage.
 
     `probe` and `core_limits` say what the operator library has: both roles check one configuration.
@@ -338,24 +488,34 @@ class CamAsyncAttentionAdapter(_CamAsync):
     def __init__(
         self,
         ops: CamAsyncOps,
-        topology: CamAsyncTopology,
         group: str,
         *,
         stages: int = 1,
         probe: ReadinessProbe | None = None,
         aborter: GroupAborter | None = None,
         core_limits: bool = False,
+        capacity: int | None = None,
     ) -> None:
-        super().__init__(
-            ops,
-            topology,
-            group,
-            is_ffn=False,
-            aborter=aborter,
-            probe=probe,
-            core_limits=core_limits,
-        )
+        super().__init__(ops.topology, (group,), is_ffn=False, first="Attention", aborter=aborter)
+        self._ops = ops
+        self._topology = ops.topology
+        self._group = group
+        self._capacity = capacity
+        self._probe = probe
+        self._core_limits = core_limits
         self._pending: tuple[deque[_Pending], ...] = tuple(deque() for _ in range(stages))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See Adapter."""
+        return capabilities(
+            self._topology,
+            ready_probe=self._probe is not None,
+            core_limits=self._core_limits,
+            peer_abort=self._aborter is not None,
+            capacity=self._capacity,
+            shared_expert=self._ops.shared_expert,
+        )
 
     def channels(self) -> tuple[ChannelRule, ...]:
         """One unanswered dispatch of this rank, whatever its stages."""
@@ -409,7 +569,7 @@ class CamAsyncAttentionAdapter(_CamAsync):
         state = AFDAsyncTransferState(hidden.shape[0], t.hidden, t.topk, layer)
         entry = _Pending(layer, ids, weights, hidden, state)
         context.keep(entry)
-        self._ops.dispatch_send(t, self._group, hidden, ids, layer, stream=context.stream.handle())
+        self._ops.dispatch_send(self._group, hidden, ids, layer, stream=context.stream.handle())
         fifo.append(entry)
 
     def _combine(self, context: PhaseContext, fifo: deque[_Pending], layer: int) -> None:
@@ -421,7 +581,6 @@ class CamAsyncAttentionAdapter(_CamAsync):
             )
         entry = fifo[0]
         got = self._ops.combine_recv(
-            self._topology,
             self._group,
             entry.topk_ids,
             entry.topk_weights,

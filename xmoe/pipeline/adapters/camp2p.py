@@ -19,8 +19,8 @@ from xmoe.kernels.ops.cam.protocols import A2EOutput, CamP2POps
 from xmoe.kernels.ops.cam.topology import CamP2PTopology
 from xmoe.multistream import Capabilities, MetadataRead
 from xmoe.pipeline.adapters.base import (
-    Abort,
     AttentionModel,
+    ConnectorAdapter,
     FfnInput,
     FfnModel,
     GroupAborter,
@@ -54,51 +54,44 @@ class CAMP2PTransferState:
         )
 
 
-class _CamP2P:
-    """What both roles share: groups, rules, abort."""
+def capabilities(*, peer_abort: bool) -> Capabilities:
+    """Known from the operators' sources; two groups may run at once, one may not."""
+    return Capabilities(
+        connector="CAMP2P",
+        roles=frozenset({"ffn", "attention"}),
+        honours_current_stream=True,
+        recv_send_same_channel_exclusive=True,
+        recv_blocks_cores=False,
+        host_metadata=False,
+        metadata_reads=frozenset({MetadataRead.BLOCKING}),
+        graph_safe=False,
+        max_outstanding_per_channel=1,
+        ready_probe=False,
+        core_limits=True,
+        peer_abort=peer_abort,
+    )
+
+
+class _CamP2P(ConnectorAdapter):
+    """What both roles share: groups, rules."""
 
     def __init__(
-        self,
-        ops: CamP2POps,
-        topology: CamP2PTopology,
-        groups: Sequence[str],
-        *,
-        is_ffn: bool,
-        aborter: GroupAborter | None,
+        self, ops: CamP2POps, groups: Sequence[str], *, is_ffn: bool, aborter: GroupAborter | None
     ) -> None:
-        if topology.is_ffn != is_ffn:
-            raise ConfigError(
-                f"rank {topology.rank} of {topology.ffn_size} FFN and {topology.attn_size} "
-                "Attention ranks; allowed: the adapter of its own role; next: FFN ranks come first"
-            )
+        super().__init__(ops.topology, groups, is_ffn=is_ffn, first="FFN", aborter=aborter)
         if not groups or len(set(groups)) != len(groups) or not all(groups):
             raise ConfigError(
                 f"groups {list(groups)}; allowed: a distinct name for each stage; next: create one "
                 "communicator for each"
             )
         self._ops = ops
-        self._topology = topology
-        self._groups = tuple(groups)
+        self._topology = ops.topology
         self._is_ffn = is_ffn
-        self._abort = Abort(self._groups, aborter)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Known from the operators' sources; two groups may run at once, one may not."""
-        return Capabilities(
-            connector="CAMP2P",
-            roles=frozenset({"ffn", "attention"}),
-            honours_current_stream=True,
-            recv_send_same_channel_exclusive=True,
-            recv_blocks_cores=False,
-            host_metadata=False,
-            metadata_reads=frozenset({MetadataRead.BLOCKING}),
-            graph_safe=False,
-            max_outstanding_per_channel=1,
-            ready_probe=False,
-            core_limits=True,
-            peer_abort=self._abort.aborter is not None,
-        )
+        """See Adapter."""
+        return capabilities(peer_abort=self._aborter is not None)
 
     def channels(self) -> tuple[ChannelRule, ...]:
         """One a2e, then one e2a, never both at once."""
@@ -116,10 +109,6 @@ class _CamP2P:
             )
         return self._groups[stage]
 
-    def abort(self, reason: int) -> bool:
-        """See Adapter."""
-        return self._abort(reason)
-
     def leftovers(self) -> tuple[str, ...]:
         """See Adapter; the executor's channels count everything that can be pending."""
         return ()
@@ -127,8 +116,11 @@ class _CamP2P:
 
 @dataclass
 class _SlotBuffers:
-    received: A2EOutput
-    computed: Tensor
+    """`own`: what receives are told to fill; None where each makes its outputs anew."""
+
+    own: A2EOutput | None
+    received: A2EOutput | None = None
+    computed: Tensor | None = None
 
 
 class CamP2PFfnAdapter(_CamP2P):
@@ -137,14 +129,13 @@ class CamP2PFfnAdapter(_CamP2P):
     def __init__(
         self,
         ops: CamP2POps,
-        topology: CamP2PTopology,
         groups: Sequence[str],
         max_rows: int,
         *,
         dtype: torch.dtype = torch.bfloat16,
         aborter: GroupAborter | None = None,
     ) -> None:
-        super().__init__(ops, topology, groups, is_ffn=True, aborter=aborter)
+        super().__init__(ops, groups, is_ffn=True, aborter=aborter)
         self._max_rows = max_rows
         self._dtype = dtype
         self._slots: dict[int, _SlotBuffers] = {}
@@ -166,22 +157,27 @@ class CamP2PFfnAdapter(_CamP2P):
 
         def recv(context: PhaseContext) -> None:
             buffers = self._buffers(context.slot)
-            out = _rows_of(buffers.received, rows)
-            context.keep(buffers)
-            ops.a2e(t, group, None, rows, stream=context.stream.handle(), out=out)
+            own = None if buffers.own is None else _rows_of(buffers.own, rows)
+            out = ops.a2e(group, None, rows, stream=context.stream.handle(), out=own)
+            buffers.received = out
+            context.keep(buffers, out)
             context.values["state"] = CAMP2PTransferState.of(t, group, rows, out)
 
         def compute(context: PhaseContext) -> None:
             buffers = self._buffers(context.slot)
-            item = FfnInput(buffers.received.hidden_states[:rows], layer, stage)
-            model.compute(item, buffers.computed[:rows], context.stream.handle())
+            assert buffers.received is not None
+            handle = context.stream.handle()
+            if buffers.computed is None:
+                buffers.computed = ops.empty((self._max_rows, t.hidden), self._dtype, stream=handle)
+            item = FfnInput(buffers.received.hidden_states, layer, stage)
+            model.compute(item, buffers.computed[:rows], handle)
 
         def send(context: PhaseContext) -> None:
             state: CAMP2PTransferState = context.values["state"]
-            assert state.atten_batch_size is not None
-            computed = self._buffers(context.slot).computed[:rows]
+            computed = self._buffers(context.slot).computed
+            assert state.atten_batch_size is not None and computed is not None
             handle = context.stream.handle()
-            ops.e2a(t, group, computed, state.atten_batch_size, stream=handle)
+            ops.e2a(group, computed[:rows], state.atten_batch_size, stream=handle)
 
         phases = (
             Phase(PhaseKind.RECV, group, recv),
@@ -193,15 +189,15 @@ class CamP2PFfnAdapter(_CamP2P):
     def _buffers(self, slot: int) -> _SlotBuffers:
         found = self._slots.get(slot)
         if found is None:
-            received = self._ops.empty_a2e(self._topology, self._max_rows)
-            computed = torch.empty(
-                self._max_rows,
-                self._topology.hidden,
-                dtype=self._dtype,
-                device=received.hidden_states.device,
-            )
-            found = self._slots[slot] = _SlotBuffers(received, computed)
+            found = self._slots[slot] = _SlotBuffers(self._ops.empty_a2e(self._max_rows))
         return found
+
+    def settled(self) -> None:
+        """See FfnAdapter; nothing depends on it here."""
+
+    def stop(self, stream: int) -> bool:
+        """See FfnAdapter; a2e has no way to be stopped."""
+        return False
 
 
 def _rows_of(base: A2EOutput, rows: int) -> A2EOutput:
@@ -222,12 +218,11 @@ class CamP2PAttentionAdapter(_CamP2P):
     def __init__(
         self,
         ops: CamP2POps,
-        topology: CamP2PTopology,
         groups: Sequence[str],
         *,
         aborter: GroupAborter | None = None,
     ) -> None:
-        super().__init__(ops, topology, groups, is_ffn=False, aborter=aborter)
+        super().__init__(ops, groups, is_ffn=False, aborter=aborter)
         self._sent: dict[int, tuple[int, Tensor, CAMP2PTransferState]] = {}
 
     def item(
@@ -247,7 +242,7 @@ class CamP2PAttentionAdapter(_CamP2P):
             _, rows, state = sent
             assert state.atten_batch_size is not None
             handle = context.stream.handle()
-            got = ops.e2a(t, group, rows, state.atten_batch_size, stream=handle)
+            got = ops.e2a(group, rows, state.atten_batch_size, stream=handle)
             context.keep(rows, state, got)
             context.values["hidden"] = got
 
@@ -260,7 +255,7 @@ class CamP2PAttentionAdapter(_CamP2P):
         def send(context: PhaseContext) -> None:
             made: Tensor = context.values.pop("made")
             rows = plan.rows[stage]
-            out = ops.a2e(t, group, made, rows, stream=context.stream.handle())
+            out = ops.a2e(group, made, rows, stream=context.stream.handle())
             context.keep(made, out)
             state = CAMP2PTransferState.of(t, group, rows, out)
             self._sent[stage] = (layer, made, state)

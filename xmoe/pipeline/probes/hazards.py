@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from xmoe.kernels.ops.cam.host import HostCamAsyncOps
+from xmoe.kernels.ops.cam.host_memory import StopBuffer
 from xmoe.pipeline.probes.evidence import Evidence, judge
 from xmoe.pipeline.probes.rank import HIDDEN, ROWS, ProbeRank, probe_rank
 from xmoe.ranks import RankContext
@@ -15,11 +17,9 @@ from xmoe.ranks import RankContext
 VECTOR_TIMEOUT, VECTOR_FAULT, REMOTE = 507034, 507035, 507057
 
 
-def _receive(one: ProbeRank, stream: Any, **more: Any) -> Any:
-    item = one.asynchronous.dispatch_recv(
-        one.async_topology("stop" in more), one.name, stream=stream.handle(), **more
-    )
-    one.kept.append((item, more))
+def _receive(one: ProbeRank, stream: Any) -> Any:
+    item = one.asynchronous.dispatch_recv(one.name, stream=stream.handle())
+    one.kept.append(item)
     return item
 
 
@@ -32,16 +32,16 @@ def credit(context: RankContext) -> dict[str, Any]:
             item = _receive(one, stream)
             one.code(stream)
             rows = item.hidden_states[: max(1, int(item.tokens_per_expert.sum()))].contiguous()
-            ops.combine_send(t, one.name, rows, item.batch_info, stream=stream.handle())
+            ops.combine_send(one.name, rows, item.batch_info, stream=stream.handle())
             code, _ = one.code(stream)
             return {"layer": int(item.batch_info[2]), "code": code}
         (x1, ids1, w), (x2, ids2, _) = one.batch(1.0), one.batch(2.0, first=1)
-        ops.dispatch_send(t, one.name, x1, ids1, 1, stream=stream.handle())
-        ops.dispatch_send(t, one.name, x2, ids2, 2, stream=stream.handle())
+        ops.dispatch_send(one.name, x1, ids1, 1, stream=stream.handle())
+        ops.dispatch_send(one.name, x2, ids2, 2, stream=stream.handle())
         code, _ = one.code(stream)
         one.meet("sent")
         again = one.stream()
-        got = ops.combine_recv(t, one.name, ids1, w, stream=again.handle())
+        got = ops.combine_recv(one.name, ids1, w, stream=again.handle())
         one.code(again)
         counted = one.soft.counters(one.name).credit_violations
         return {"code": code, "value": float(got[0, 0]), "violations": counted}
@@ -75,13 +75,13 @@ def parity(context: RankContext) -> dict[str, Any]:
         if t.is_ffn:
             one.meet("sent")
             begin = time.perf_counter()
-            one.kept.append(ops.a2e(t, one.name, None, ROWS, stream=stream.handle()))
+            one.kept.append(ops.a2e(one.name, None, ROWS, stream=stream.handle()))
             code, text = one.code(stream)
             took = time.perf_counter() - begin
             one.meet("gave up")
             return {"code": code, "text": text.strip().splitlines()[0][:200], "seconds": took}
         for _ in range(2):
-            one.kept.append(ops.a2e(t, one.name, x, ROWS, stream=stream.handle()))
+            one.kept.append(ops.a2e(one.name, x, ROWS, stream=stream.handle()))
         code, _ = one.code(stream)
         one.meet("sent")
         one.meet("gave up")
@@ -116,7 +116,7 @@ def abort(context: RankContext) -> dict[str, Any]:
         info = torch.zeros(t.info_length(False), dtype=torch.int64)
         rows = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
         one.kept.append((info, rows))
-        one.asynchronous.combine_send(t, one.name, rows, info, stream=send.handle())
+        one.asynchronous.combine_send(one.name, rows, info, stream=send.handle())
         one.meet("blocked")
         begin = time.perf_counter()
         codes = [one.code(recv)[0], one.code(send)[0]]
@@ -144,14 +144,16 @@ def stop(context: RankContext) -> dict[str, Any]:
         stream = one.stream()
         if not one.async_topology().is_ffn:
             return {}
-        word = torch.zeros(16, dtype=torch.bfloat16)
-        item = _receive(one, stream, stop=word)
+        topology, buffer = one.async_topology(dynamic_quant=True), StopBuffer(one.library)
+        ops = HostCamAsyncOps(one.library, topology)
+        item = ops.dispatch_recv(one.name, stream=stream.handle(), stop=buffer.tensor)
+        one.kept.append((item, buffer))
         one.wait_until(one.all_cores_taken)
         event = one.device.create_event()
         event.record(stream)
         reached = event.query()
         begin = time.perf_counter()
-        word.view(torch.int64)[0] = 1
+        buffer.write(one.stream().handle())
         code, _ = one.code(stream)
         took = (time.perf_counter() - begin) * 1e3
         event.close()

@@ -39,8 +39,8 @@ class ProbeRank:
         self._group = group
         self.library = open_cam(find_toolkit())
         self.soft = SoftCam(self.library)
-        self.p2p = HostCamP2POps(self.library)
-        self.asynchronous = HostCamAsyncOps(self.library)
+        self.p2p = HostCamP2POps(self.library, self.p2p_topology())
+        self.asynchronous = HostCamAsyncOps(self.library, self.async_topology())
         self.name = ""
         self.kept: list[Any] = []
         self.streams: list[Stream] = []

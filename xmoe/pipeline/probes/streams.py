@@ -20,9 +20,9 @@ def _is_ffn(one: ProbeRank, p2p: bool) -> bool:
 def _post_receive(one: ProbeRank, p2p: bool, stream: Any) -> Any:
     """Post the FFN side's receive; returns what holds its buffers."""
     if p2p:
-        got: Any = one.p2p.a2e(one.p2p_topology(), one.name, None, ROWS, stream=stream.handle())
+        got: Any = one.p2p.a2e(one.name, None, ROWS, stream=stream.handle())
     else:
-        got = one.asynchronous.dispatch_recv(one.async_topology(), one.name, stream=stream.handle())
+        got = one.asynchronous.dispatch_recv(one.name, stream=stream.handle())
     one.kept.append(got)
     return got
 
@@ -31,11 +31,9 @@ def _send(one: ProbeRank, p2p: bool, stream: Any) -> None:
     """Attention's side of the same."""
     x, ids, _ = one.batch(1.0)
     if p2p:
-        t = one.p2p_topology()
-        one.kept.append(one.p2p.a2e(t, one.name, x, ROWS, stream=stream.handle()))
+        one.kept.append(one.p2p.a2e(one.name, x, ROWS, stream=stream.handle()))
     else:
-        t2 = one.async_topology()
-        one.asynchronous.dispatch_send(t2, one.name, x, ids, 0, stream=stream.handle())
+        one.asynchronous.dispatch_send(one.name, x, ids, 0, stream=stream.handle())
 
 
 def _receive_blocked(one: ProbeRank, p2p: bool) -> bool:
