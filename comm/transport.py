@@ -160,10 +160,8 @@ class CollectiveTransport:
         # One copy that the host does not wait for; the allocator of pinned memory keeps it until
         # then.
         packed = torch.cat([order, back, per_expert]).pin_memory().to(device, non_blocking=True)
-        on_device = packed.split([len(order), len(order), self.num_local_experts])
-        if not self._operators.grouped_matmul:
-            return on_device[0], on_device[1], per_expert
-        return on_device
+        order, back, there = packed.split([len(order), len(order), self.num_local_experts])
+        return order, back, there if self._operators.grouped_matmul else per_expert
 
     def combine(self, expert_out: Tensor, handle: DispatchHandle) -> Tensor:
         """See Transport. COLLECTIVE. Raises PeerLost."""

@@ -47,6 +47,7 @@ class Capability:
     warnings   sentences about things that look odd and do no harm by themselves
     variant_witnesses   what pin, metadata and return-code probe say of the ABI variant
     callable_variants   those this installation has compiled calls for
+    npu_operators   one line for each operator of the split path on npu tensors: what runs it
     chain      the vendor chain and what lies around it, see `xmoe.kernels.acl.chain`
     identity   the software device's name for itself; None on a vendor's CANN. For reports only
     """
@@ -69,6 +70,7 @@ class Capability:
     problems: tuple[tuple[str, str], ...] = ()
     warnings: tuple[str, ...] = ()
     version_files: tuple[tuple[str, str], ...] = ()
+    npu_operators: tuple[str, ...] = ()
     chain: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -144,6 +146,7 @@ def _probe(
     else:
         found["cann_version"] = str(report.version)
     found["version_files"] = report.found
+    found["npu_operators"] = npu_operator_lines(kit)
     runtime, symbols = None, None
     try:
         runtime = loader.load(kit)
@@ -317,6 +320,13 @@ def find_npu_operators(kit: toolkit.Toolkit) -> NpuOperators:
         else:
             found[name] = True
     return NpuOperators(**found, missing=tuple(missing))
+
+
+def npu_operator_lines(kit: toolkit.Toolkit) -> tuple[str, ...]:
+    """What would run each step of the split path on npu tensors, for reports. Loads nothing."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return ("torch operators; torch_npu is not installed",)
+    return find_npu_operators(kit).sentences()
 
 
 def _front_ends(kit: toolkit.Toolkit) -> Iterator[Path]:

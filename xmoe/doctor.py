@@ -191,3 +191,6 @@ def _add_mega_moe(add: Any, root: Tree, report: dict[str, Any]) -> None:
     count = len(report["comm"]["needed"])
     comm = f"{len(missing)} of {count} missing: {', '.join(missing)}" if missing else f"all {count}"
     add(root, f"communication symbols: {comm}")
+    node = add(root, "fused_moe on npu tensors")
+    for line in report["fused_moe_on_npu"]:
+        add(node, line)

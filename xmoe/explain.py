@@ -2,7 +2,8 @@
 """`xmoe explain`: which path a model would take at an EP size, and every check behind it.
 
 Needs a config.json only: no weights, no device, no library. What a device would have told is
-assumed and marked so.
+assumed and marked so. Which operators FusedMoE would call on npu tensors is read from the files of
+this machine's toolkit.
 
 Exit codes: 0 mega_moe would run, 3 fused_moe would run, 1 mode on is rejected, 2 bad input.
 """
@@ -17,9 +18,11 @@ from typing import Any
 
 from xmoe import env, layout
 from xmoe.config import XmoeConfig
-from xmoe.errors import ConfigError
+from xmoe.errors import ConfigError, LibraryError
 from xmoe.kernels.acl.quant_modes import PREPARED_QUANTS
+from xmoe.kernels.acl.toolkit import find_toolkit
 from xmoe.kernels.acl.variants import VARIANTS
+from xmoe.kernels.capability import npu_operator_lines
 from xmoe.models.qwen3_5.config import layer_types, read_config, shape_from_config
 from xmoe.models.qwen3_5.widen import plan_widening, widened_shape
 from xmoe.policy import explain as text
@@ -60,6 +63,7 @@ class Report:
     facts: Facts
     settings: tuple[tuple[str, str | int | float | bool | None, str], ...]
     sizes: dict[str, int | None]
+    fused_moe_on_npu: tuple[str, ...]
 
     @property
     def exit_code(self) -> int:
@@ -114,7 +118,15 @@ def explain(args: argparse.Namespace) -> Report:
     else:
         decision = _mark_assumed(assess(config.mode, facts, shape, config.profile), facts.assumed)
     sizes = _sizes(decision, shape, facts, len(layer_types(model)))
-    return Report(decision, shape, stored, facts, config.describe(), sizes)
+    return Report(decision, shape, stored, facts, config.describe(), sizes, _on_npu())
+
+
+def _on_npu() -> tuple[str, ...]:
+    """What this machine's files say of fused_moe's operators; nothing is loaded."""
+    try:
+        return npu_operator_lines(find_toolkit())
+    except LibraryError as error:
+        return (f"torch operators; {error}",)
 
 
 def _whole(value: object, name: str) -> int:
@@ -208,6 +220,7 @@ def as_json(report: Report) -> dict[str, Any]:
             for name, value, origin in report.settings
         ],
         "sizes": report.sizes,
+        "fused_moe_on_npu": list(report.fused_moe_on_npu),
     }
 
 
@@ -248,6 +261,11 @@ def _footer(report: Report) -> list[str]:
     settings = [f"{n}={v} ({origin})" for n, v, origin in report.settings if origin != "default"]
     lines = [f"settings not at their default: {', '.join(settings) or 'none'}"]
     lines += [f"{name}: {value}" for name, value in report.sizes.items()]
+    if report.decision.path is Path.FUSED_MOE:
+        lacking = [line for line in report.fused_moe_on_npu if "torch operators" in line]
+        own = len(report.fused_moe_on_npu) - len(lacking)
+        lines += [f"fused_moe on npu tensors, on this machine: {own} operators of torch_npu"]
+        lines += [f"fused_moe on npu tensors, on this machine: {line}" for line in lacking]
     lines += [f"rejected by {reason}" for reason in report.decision.reasons]
     lines.append(text.headline(report.decision))
     return lines

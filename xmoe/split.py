@@ -5,14 +5,14 @@ The three phases are items of the shared executor: one item a call in serial mod
 overlap. On npu tensors torch's operators follow the current stream, so each phase makes its own
 stream current, and memory needs care that CPU tensors do not:
 
-    the caller's tensors    recv waits for the caller's stream; the host returns after the last chunk
-    between two phases      tensors are kept until the item's completion was observed: the allocator
-                            would give freed memory to the stream it came from at once
-    results                 read on the caller's stream, which is told to the allocator
-    collectives             HCCL runs a group's in the order of issue, which is the same on all ranks
+    the caller's tensors   recv waits for the caller's stream; the host returns after the last chunk
+    between two phases     tensors are kept until the item's completion was observed: the allocator
+                           would give freed memory to the stream it came from at once
+    results                read on the caller's stream, which is told to the allocator
+    collectives            HCCL runs a group's in order of issue, which is the same on all ranks
 
-In serial mode on npu tensors everything follows the caller's stream, and nothing is waited for here;
-what a dispatch waits for stands in `xmoe.comm.transport`.
+In serial mode on npu tensors everything follows the caller's stream, and nothing is waited for
+here; what a dispatch waits for stands in `xmoe.comm.transport`.
 """
 
 from __future__ import annotations

@@ -96,6 +96,7 @@ def describe(found: capability.Capability) -> dict[str, Any]:
             "origins": list(plain["origins"]),
         },
         "comm": {"missing": list(found.missing_comm_symbols)},
+        "fused_moe_on_npu": list(found.npu_operators),
     }
 
 

@@ -40,7 +40,6 @@ from xmoe.kernels.ops.npu_quant import GatedMlp, NpuIntegerExperts, fits_operato
 from xmoe.kernels.ops.quant_mlp import quantised_expert_mlp
 from xmoe.types import ExpertWeights
 
-
 _NO_OPERATORS = NpuOperators()
 
 
