@@ -44,6 +44,7 @@ class FusedStep:
         self, shape: MoeShape, config: XmoeConfig, device: Device, resource: MegaMoeCommResource
     ) -> None:
         self._resource = resource
+        self._device = device
         self._timeout_s = config.step_timeout_s
         self._host = device.torch_device.type == "cpu"
         self._lock = threading.Lock()
@@ -127,9 +128,12 @@ class FusedStep:
         self._resource.drain(self._timeout_s if timeout_s is None else timeout_s)
 
     def dropped(self) -> int:
-        """Ids so far that were out of range or repeated in their row. Drains. Local."""
+        """Ids so far that were out of range or repeated in their row. Drains. Local. Raises as
+        `run` does, also for other failed work on the current stream."""
         self.drain()
-        return self._rows.dropped()
+        with self._device.bind():
+            self._stream.synchronize(self._timeout_s)
+            return self._rows.dropped()
 
     def close(self) -> None:
         """Drain, then give the stream back. Twice is harmless.

@@ -145,3 +145,76 @@ def test_many_streams_keep_a_bounded_number_of_events(device):
     assert sum(not event.closed for event in device.events) <= 32
     fence.close()
     assert all(event.closed for event in device.events)
+
+
+def test_room_is_made_only_when_the_oldest_launch_is_over(device):
+    """The event of a launch that runs is all that others can wait for."""
+    fence = LaunchFence(FenceMode.OFF, device, timeout_s=0.1)
+    busy, go = device.create_stream(), threading.Event()
+    with fence.acquire(busy) as lease:
+        busy.push(go.wait)
+        lease.record()
+    first = device.events[0]
+    for _ in range(31):
+        with fence.acquire(device.create_stream()) as lease:
+            lease.record()
+    late, launched = device.create_stream(), []
+    with pytest.raises(FenceTimeout, match="an earlier stream's launch: not finished after 0.1 s"):
+        with fence.acquire(late):
+            launched.append(1)
+    assert not launched and not first.closed
+    go.set()
+    with fence.acquire(late) as lease:  # the lease was given back
+        lease.record()
+    assert first.closed and fence.launches == 33
+
+
+def test_no_event_means_no_launch(device):
+    """What is needed to mark a launch is made before it: afterwards it would be too late."""
+    fence = LaunchFence(FenceMode.STREAM, device)
+    stream, made, launched = device.create_stream(), device.create_event, []
+
+    def none_left():
+        raise AclError("aclrtCreateEvent", 207001, "MEMORY_ALLOCATION", "")
+
+    device.create_event = none_left
+    with pytest.raises(AclError):
+        with fence.acquire(stream):
+            launched.append(1)
+    assert not launched
+    device.create_event = made
+    with fence.acquire(stream) as lease:
+        lease.record()
+
+
+def test_close_does_not_wait_for_ever_for_a_lease(device):
+    fence = LaunchFence(FenceMode.STREAM, device, timeout_s=0.1)
+    stream, caught = device.create_stream(), []
+
+    def close() -> None:
+        try:
+            fence.close()
+        except FenceTimeout as error:
+            caught.append(error)
+
+    with fence.acquire(stream) as lease:
+        thread = threading.Thread(target=close, daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive() and "has held the lease for 0.1 s" in str(caught[0])
+        lease.record()
+    fence.close()
+    assert all(event.closed for event in device.events)
+
+
+def test_waiting_for_a_stream_says_what_for_and_is_bounded(device):
+    fence = LaunchFence(FenceMode.STREAM, device)
+    stream, go = device.create_stream(), threading.Event()
+    fence.wait_for_stream(stream.handle(), 0.05, "nothing")  # never launched
+    with fence.acquire(stream) as lease:
+        stream.push(go.wait)
+        lease.record()
+    with pytest.raises(FenceTimeout, match="mega_moe, layer 3: not finished after 0.05 s"):
+        fence.wait_for_stream(stream.handle(), 0.05, "mega_moe, layer 3")
+    go.set()
+    fence.wait_for_stream(stream.handle(), 10.0, "mega_moe, layer 3")
