@@ -30,7 +30,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 CANN_VERSION = "9.1.0"
 VENDOR = "xmoe_transformer"
-CAM_VENDOR = "xmoe_cam"  # the connectors' operators; not in load_priority: it has no MegaMoe
+CAM_VENDOR = "xmoe_cam"  # the connectors' operators
 SANITIZERS = ("thread", "address,undefined")
 
 COMPILE = (
@@ -100,7 +100,7 @@ def opapi_library() -> Library:
 
 # What CANN's own packages write there; readers look for the line that starts with "Version=".
 TEXTS = {
-    "opp/vendors/config.ini": f"load_priority={VENDOR}\n",
+    "opp/vendors/config.ini": f"load_priority={VENDOR},{CAM_VENDOR}\n",
     f"opp/vendors/{VENDOR}/version.info": (
         f"Version={CANN_VERSION}\ncustom_opp_compiler_version={CANN_VERSION}\n"
     ),

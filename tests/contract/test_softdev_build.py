@@ -21,7 +21,8 @@ VENDOR = "opp/vendors/xmoe_transformer"
 
 
 def test_the_tree_looks_like_a_cann_installation():
-    assert (TREE / "opp/vendors/config.ini").read_text() == "load_priority=xmoe_transformer\n"
+    priority = (TREE / "opp/vendors/config.ini").read_text()
+    assert priority == "load_priority=xmoe_transformer,xmoe_cam\n"
     for name in (
         "version.info",
         f"{VENDOR}/version.info",
