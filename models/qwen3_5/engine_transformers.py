@@ -12,11 +12,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from xmoe.errors import ConfigError
@@ -28,6 +29,7 @@ from xmoe.models.qwen3_5.widen import (
     widened_config,
     widened_shape,
 )
+from xmoe.prepare import choose_experts, known_quant, prepared
 from xmoe.types import ExpertWeights, MoeShape
 
 NAME = "xmoe"
@@ -166,6 +168,7 @@ def load_model(
     convert_dtype: bool = False,
     device: torch.device | None = None,
     attention: str | None = None,
+    quant: str = "none",
 ) -> LoadedModel:
     """Builds the model with this rank's experts. Local, apart from what `make_layer` does.
 
@@ -180,17 +183,20 @@ def load_model(
         dtype: what the weights must be stored as; None takes the checkpoint's.
         convert_dtype: convert to `dtype` instead of refusing another one.
         device: where the weights go; None is the CPU. Each tensor is moved as it is read.
-        attention: transformers' name of the attention function; None is the library's own choice on
-            the CPU and "eager", which is made of plain operators, elsewhere.
+        attention: transformers' name of the attention function; None is the library's own choice.
+        quant: "w8a8" or "w4a8" prepares the routed experts in that form as they are read, one layer
+            at a time; everything else stays as it is stored.
 
     Returns:
-        The model; its experts function is "xmoe".
+        The model; its experts function is "xmoe". On npu tensors its router is torch_npu's gating
+        operator where there is one.
 
     Raises:
         CheckpointError: the directory is incomplete or does not fit its config; raised after
             reading headers only.
-        ConfigError: the sizes, the dtype or the rank numbers are not acceptable.
+        ConfigError: the sizes, the dtype, the rank numbers or the quantisation are not acceptable.
     """
+    quant = known_quant(quant)
     catalogue = open_checkpoint(model_dir, convert_dtype=convert_dtype)
     stored = _DTYPES[catalogue.shape.dtype]
     dtype = stored if dtype is None else dtype
@@ -205,7 +211,8 @@ def load_model(
     layers = []
     with WeightReader(catalogue, plan, dtype if convert_dtype else None) as reader:
         for index, block in enumerate(model.model.layers):
-            layer = make_layer(index, _moved(reader.experts(index, ep_rank, ep_size), device))
+            weights = prepared(reader.experts(index, ep_rank, ep_size), quant)
+            layer = make_layer(index, _moved(weights, device))
             # Not through setattr: a layer that is a Module must not become a child of this one.
             block.mlp.experts.__dict__[_ATTRIBUTE] = layer
             layers.append(layer)
@@ -219,14 +226,20 @@ def load_model(
         model.lm_head.weight = model.model.embed_tokens.weight
     if device is not None and device.type != "cpu":
         model.to(device)  # what is left: buffers
-        attention = attention or "eager"
+        if device.type == "npu":
+            for block in model.model.layers:
+                _use_device_router(block.mlp.gate)
     if attention is not None:
         model.set_attn_implementation(attention)
     tokenizer, notice = _load_tokenizer(Path(model_dir))
     return LoadedModel(
         model=model.eval(),
         tokenizer=tokenizer,
-        shape=_with_dtype(widened_shape(catalogue.shape, plan), dtype),
+        shape=replace(
+            widened_shape(catalogue.shape, plan),
+            dtype=str(dtype).removeprefix("torch."),
+            quant=quant,
+        ),
         stored_shape=catalogue.shape,
         layers=tuple(layers),
         bytes_read=bytes_read,
@@ -235,8 +248,6 @@ def load_model(
 
 
 def _moved(weights: ExpertWeights, device: torch.device | None) -> ExpertWeights:
-    from dataclasses import fields, replace
-
     if device is None or device.type == "cpu":
         return weights
     held = {field.name: getattr(weights, field.name) for field in fields(weights)}
@@ -246,10 +257,15 @@ def _moved(weights: ExpertWeights, device: torch.device | None) -> ExpertWeights
     return replace(weights, **tensors)
 
 
-def _with_dtype(shape: MoeShape, dtype: torch.dtype) -> MoeShape:
-    from dataclasses import replace
+def _use_device_router(gate: Any) -> None:
+    """Let a router of the library choose with the device's own operator, from the same logits."""
 
-    return replace(shape, dtype=str(dtype).removeprefix("torch."))
+    def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(hidden_states.reshape(-1, gate.hidden_dim), gate.weight)
+        ids, weights = choose_experts(logits, gate.top_k)
+        return logits, weights.to(logits.dtype), ids
+
+    gate.forward = forward
 
 
 def _empty_model(text: dict[str, Any], plan: Widening | None) -> Any:

@@ -39,7 +39,7 @@ EXECUTOR = PIPELINE | {"xmoe.executor"}
 DEPLOYMENT = frozenset(
     f"xmoe.pipeline.{name}" for name in ("deployment", "run", "report", "command", "more", "probes")
 )
-RUNNER = frozenset({"xmoe.runner", "xmoe.layer", "xmoe.fused", "xmoe.split"})
+RUNNER = frozenset({"xmoe.runner", "xmoe.layer", "xmoe.fused", "xmoe.split", "xmoe.prepare"})
 TORCH = frozenset({"torch"})
 EVERYTHING = frozenset({"*"})
 

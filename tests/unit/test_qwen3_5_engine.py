@@ -16,6 +16,7 @@ from support import qwen3_5 as toy
 from xmoe.errors import ConfigError
 from xmoe.models.qwen3_5 import engine_transformers as engine
 from xmoe.models.qwen3_5.greedy import GreedySession
+from xmoe.types import ExpertWeights
 
 PROMPT = [5, 17, 3, 88, 41, 2, 9]
 
@@ -202,3 +203,55 @@ def test_registration_works_in_a_child(method: str) -> None:
         if child.is_alive():
             child.kill()
             child.join()
+
+
+@pytest.mark.parametrize("kind", ["w8a8", "w4a8"])
+def test_experts_are_quantised_as_they_are_loaded(tmp_path: Path, kind: str) -> None:
+    """As they would be afterwards; what is no routed expert stays as it is stored."""
+    from dataclasses import fields
+
+    from xmoe.kernels.ops.quant import check_experts, quantise_experts
+
+    reference = toy.make_model(seed=4, hidden_size=64, moe_intermediate_size=64)
+    directory = toy.write(
+        tmp_path, toy.config_of(reference), toy.per_expert(toy.fused_tensors(reference))
+    )
+    held: dict[str, list[ExpertWeights]] = {"none": [], kind: []}
+
+    def keep(name: str) -> Any:
+        def make(index: int, weights: ExpertWeights) -> Any:
+            held[name].append(weights)
+            return lambda hidden, ids, scales: hidden
+
+        return make
+
+    plain, loaded = (
+        engine.load_model(directory, 1, 2, keep(name), widen=None, quant=name)
+        for name in ("none", kind)
+    )
+    assert (plain.shape.quant, loaded.shape.quant) == ("none", kind)
+    for weights, quantised in zip(held["none"], held[kind], strict=True):
+        check_experts(quantised)
+        want = quantise_experts(weights.gate_up, weights.down, kind)
+        for field in fields(want):
+            left, right = getattr(quantised, field.name), getattr(want, field.name)
+            assert torch.equal(left, right) if torch.is_tensor(left) else left == right
+    others = zip(plain.model.named_parameters(), loaded.model.named_parameters(), strict=True)
+    assert all(one == two and torch.equal(left, right) for (one, left), (two, right) in others)
+
+
+def test_an_unknown_quantisation_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'w2a2'.*none, w8a8, w4a8"):
+        engine.load_model(tmp_path, 0, 1, lambda index, weights: None, quant="w2a2")
+
+
+def test_the_device_router_chooses_as_the_librarys() -> None:
+    """On CPU tensors; the operator itself is looked at with the npu tests."""
+    model = toy.make_model(seed=6)
+    gate = model.model.layers[0].mlp.gate
+    hidden = torch.randn(11, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    logits, weights, ids = gate(hidden)
+    engine._use_device_router(gate)
+    found = gate(hidden.unsqueeze(0))
+    assert torch.equal(found[0], logits) and torch.equal(found[1], weights)
+    assert torch.equal(found[2].long(), ids)

@@ -83,8 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--attention",
         choices=("eager", "sdpa"),
-        help="transformers' attention function (default: its own choice on the host, eager on "
-        "npu); with eager on both, host and npu give the same bytes",
+        help="transformers' attention function (default: its own choice)",
     )
     parser.add_argument(
         "--prompt",
