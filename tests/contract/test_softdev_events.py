@@ -165,3 +165,39 @@ def _many() -> int:
 
 def test_events_from_many_threads():
     assert child(_many) == 0
+
+
+class TaskEntry(C.Structure):
+    """XsdTaskEntry of xsd.h."""
+
+    _fields_ = [
+        ("name", C.c_char * 32),
+        ("stream", C.c_uint64),
+        ("device", C.c_uint32),
+        ("status", C.c_uint32),
+        ("start_ns", C.c_uint64),
+        ("end_ns", C.c_uint64),
+    ]
+
+
+def _traced_wait() -> tuple[list[bytes], bool]:
+    api = device()
+    gate = threading.Event()
+    blocked, waiter, event = api.stream(), api.stream(), api.event()
+    api.libs[0].xsdTaskTraceEnable(1)
+    api.task(blocked, lambda: 0 if gate.wait(20) else 7)
+    api.aclrtRecordEvent(event, blocked)
+    api.aclrtStreamWaitEvent(waiter, event)
+    queued = time.monotonic_ns()
+    time.sleep(0.002)
+    gate.set()
+    api.aclrtSynchronizeStream(waiter)
+    entries, dropped = (TaskEntry * 8)(), C.c_uint64()
+    count = api.libs[0].xsdTaskTraceRead(entries, 8, C.byref(dropped))
+    found = {entry.name: entry for entry in entries[:count]}
+    wait, record = found[b"event wait"], found[b"event record"]
+    return sorted(found), wait.start_ns <= queued and wait.end_ns >= record.start_ns
+
+
+def test_a_wait_is_traced_from_its_turn_to_the_event():
+    assert child(_traced_wait) == ([b"event record", b"event wait", b"test"], True)

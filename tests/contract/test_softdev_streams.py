@@ -211,6 +211,71 @@ def test_destroy_runs_what_is_queued_and_force_drops_it():
     assert child(_destroy_drains) == [20, 0]
 
 
+def _parked_and_forced() -> list[int]:
+    api = device()
+    gate = threading.Event()
+    blocked, parked, event = api.stream(), api.stream(), api.event()
+    api.task(blocked, lambda: 0 if gate.wait(20) else 7)
+    api.aclrtRecordEvent(event, blocked)
+    api.aclrtStreamWaitEvent(parked, event)
+    api.aclrtDestroyStreamForce(parked)  # what it waits for may never come
+    gate.set()
+    return [api.status("aclrtSynchronizeStream", blocked)]
+
+
+def test_force_also_drops_a_wait():
+    assert child(_parked_and_forced) == [0]
+
+
+def _waits_of_a_failed_stream() -> list[int]:
+    api = device()
+    gate = threading.Event()
+    blocked, failed, event = api.stream(), api.stream(), api.event()
+    api.task(failed, lambda: 507035)
+    out = [api.status("aclrtSynchronizeStream", failed)]
+    api.task(blocked, lambda: 0 if gate.wait(20) else 7)
+    api.aclrtRecordEvent(event, blocked)
+    api.aclrtStreamWaitEvent(failed, event)
+    out.append(api.status("aclrtSynchronizeStreamWithTimeout", failed, 5000))
+    gate.set()
+    return [*out, api.status("aclrtSynchronizeStream", blocked)]
+
+
+def test_a_failed_stream_waits_for_nothing():
+    assert child(_waits_of_a_failed_stream) == [507035, 507035, 0]
+
+
+def _others_tasks() -> list[int]:
+    """A stream's worker goes on with its own work although it has made 200,000 small tasks due."""
+    api = device()
+    gate, busy = threading.Event(), []
+    mine, other, event = api.stream(), api.stream(), api.event()
+    byte = C.create_string_buffer(1)
+    api.task(mine, lambda: 0 if gate.wait(20) else 7)
+    api.aclrtRecordEvent(event, mine)
+    api.aclrtStreamWaitEvent(other, event)
+    fill = api.libs[0].aclrtMemsetAsync
+    for _ in range(200_000):
+        fill(byte, C.c_size_t(1), 0, C.c_size_t(1), other)
+
+    def look() -> int:
+        status = C.c_int(-1)
+        api.status("aclrtSetDevice", 0)
+        api.status("aclrtStreamQuery", other, C.byref(status))
+        busy.append(status.value)
+        return 0
+
+    api.task(mine, look)
+    gate.set()
+    api.aclrtSynchronizeStream(mine)
+    api.aclrtSynchronizeStream(other)
+    return busy
+
+
+def test_small_tasks_of_another_stream_hold_nobody_up():
+    assert child(_others_tasks) == [1]  # not ready
+
+
 def _contexts() -> list[int]:
     api = device(0)
     out = [api.status("aclrtGetDevice", C.byref(C.c_int32()))]

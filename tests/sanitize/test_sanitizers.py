@@ -86,8 +86,10 @@ def _program(name: str, tree: Path, sanitize: str, folder: Path) -> Path:
     return target
 
 
-def test_threads(sanitize: str, tree: Path, tmp_path: Path) -> None:
-    done = _run(_program("stress", tree, sanitize, tmp_path))
+@pytest.mark.parametrize("seed", ["5", "0"])
+def test_threads(sanitize: str, tree: Path, tmp_path: Path, seed: str) -> None:
+    """With delays every task is run by its own stream's worker, without also by others'."""
+    done = _run(_program("stress", tree, sanitize, tmp_path), XSD_DELAY_SEED=seed)
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr[-8000:]
 
 

@@ -2,6 +2,7 @@
 // Host callbacks: reports handled by a subscribed thread, and functions run by the stream's worker.
 #include <pthread.h>
 
+#include <deque>
 #include <map>
 
 #include "internal.h"

@@ -8,6 +8,7 @@ namespace xsd {
 namespace {
 
 constexpr int kLastKind = 7;  // ACL_MEMCPY_INTER_DEVICE_TO_DEVICE
+constexpr size_t kBriefBytes = 4096;
 
 bool in_device_memory(const void* ptr, uint64_t bytes) {
   return xsdCheckRange(ptr, bytes) == 1 && !is_pinned(ptr, bytes);
@@ -94,6 +95,7 @@ aclError aclrtMemcpyAsync(void* dst, size_t room, const void* src, size_t count,
   held->target = xsdMemoryHold(dst);
   Task task;
   task.name = "memcpy";
+  task.brief = count <= kBriefBytes;
   task.run = [held, dst, src, count] {
     std::memmove(dst, held->staged.empty() ? src : held->staged.data(), count);
     return held->let_go("copy");
@@ -125,6 +127,7 @@ aclError aclrtMemsetAsync(void* ptr, size_t room, int32_t value, size_t count, a
   held->target = xsdMemoryHold(ptr);
   Task task;
   task.name = "memset";
+  task.brief = count <= kBriefBytes;
   task.run = [held, ptr, value, count] {
     std::memset(ptr, value, count);
     return held->let_go("fill");

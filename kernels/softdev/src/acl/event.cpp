@@ -31,20 +31,16 @@ std::shared_ptr<Recording> latest(const std::shared_ptr<Event>& event) {
   return event->last;
 }
 
-void fire(const std::shared_ptr<Stream>& stream, const std::shared_ptr<Recording>& recording) {
-  int error;
-  std::string text;
-  {
-    std::lock_guard<std::mutex> lock(stream->mutex);
-    error = stream->error;
-    text = stream->error_text;
+// False when it has not fired in time. timeout_ms < 0 = for ever.
+bool wait_for(Recording& recording, int64_t timeout_ms) {
+  if (look_for(recording.done)) return true;
+  auto done = [&] { return recording.done.load(); };
+  std::unique_lock<std::mutex> lock(recording.mutex);
+  if (timeout_ms >= 0) {
+    return recording.fired.wait_for(lock, std::chrono::milliseconds(timeout_ms), done);
   }
-  std::lock_guard<std::mutex> lock(recording->mutex);
-  recording->error = error;
-  recording->text = std::move(text);
-  recording->when = Clock::now();
-  recording->done = true;
-  recording->fired.notify_all();
+  recording.fired.wait(lock, done);
+  return true;
 }
 
 int synchronize_event(aclrtEvent handle, int64_t timeout_ms, const char* call) {
@@ -58,15 +54,11 @@ int synchronize_event(aclrtEvent handle, int64_t timeout_ms, const char* call) {
   auto recording = latest(event);
   if (recording == nullptr) return kOk;  // never recorded: nothing to wait for
   count(kEventWaits);
-  std::unique_lock<std::mutex> lock(recording->mutex);
   if (!recording->done && on_worker_of(recording->stream_id)) {
     return fail(kParamInvalid, "EE1003: %s: called by a task of the stream that would fire it",
                 call);
   }
-  auto done = [&] { return recording->done; };
-  if (timeout_ms < 0) {
-    recording->fired.wait(lock, done);
-  } else if (!recording->fired.wait_for(lock, std::chrono::milliseconds(timeout_ms), done)) {
+  if (!wait_for(*recording, timeout_ms)) {
     return fail(kEventSyncTimeout, "EE9999: %s: not fired after %lld ms", call,
                 static_cast<long long>(timeout_ms));
   }
@@ -116,11 +108,8 @@ aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream_handle) {
   recording->generation = event->generation + 1;
   Task task;
   task.name = "event record";
-  task.always = true;
-  task.run = [stream, recording] {
-    fire(stream, recording);
-    return 0;
-  };
+  task.always = task.brief = true;
+  task.fires = recording;
   const int code = enqueue(stream, std::move(task));
   if (code != kOk) return code;
   event->generation = recording->generation;
@@ -139,11 +128,8 @@ aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent handle) {
   if (recording == nullptr || recording->stream_id == stream->id) return kOk;
   Task task;
   task.name = "event wait";
-  task.run = [recording] {
-    std::unique_lock<std::mutex> lock(recording->mutex);
-    recording->fired.wait(lock, [&] { return recording->done; });
-    return 0;
-  };
+  task.brief = true;
+  task.waits = std::move(recording);
   return enqueue(stream, std::move(task));
 }
 
@@ -154,11 +140,7 @@ aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus* stat
   auto event = find_event(handle, "aclrtQueryEventStatus");
   if (event == nullptr) return kInvalidHandle;
   auto recording = latest(event);
-  bool done = false;
-  if (recording != nullptr) {
-    std::lock_guard<std::mutex> lock(recording->mutex);
-    done = recording->done;
-  }
+  const bool done = recording != nullptr && recording->done;
   *status = done ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
   return kOk;
 }
@@ -191,7 +173,6 @@ aclError aclrtEventElapsedTime(float* ms, aclrtEvent start_handle, aclrtEvent en
                   "EE1003: aclrtEventElapsedTime: the %s event was never recorded",
                   i == 0 ? "start" : "end");
     }
-    std::lock_guard<std::mutex> lock(recording->mutex);
     if (!recording->done) {
       return fail(kEventNotComplete,
                   "EE1003: aclrtEventElapsedTime: the %s event has not fired yet",

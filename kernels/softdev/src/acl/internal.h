@@ -6,7 +6,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -51,15 +50,18 @@ enum : int {
 
 using Clock = std::chrono::steady_clock;
 
+struct Stream;
+
 // One recording of an event. Waiters hold the recording they saw, so recording the event again or
 // destroying it changes nothing for them.
 struct Recording {
   uint64_t generation = 0;
   uint64_t stream_id = 0;
   std::mutex mutex;
-  std::condition_variable fired;
-  bool done = false;
-  int error = 0;  // of the stream, at the time it fired
+  std::condition_variable fired;                 // for host threads
+  std::vector<std::shared_ptr<Stream>> parked;   // streams whose next task waits for it
+  std::atomic<bool> done{false};                 // what is below does not change afterwards
+  int error = 0;                                 // of the stream, at the time it fired
   std::string text;
   Clock::time_point when;
 };
@@ -72,27 +74,42 @@ struct Event {
   std::shared_ptr<Recording> last;  // null until recorded
 };
 
+// What a task is: a function, an event's recording, or a wait for one.
 struct Task {
   std::string name;
   std::function<int()> run;       // returns a device error code, 0 = fine
   std::function<void()> release;  // always called once
-  bool always = false;            // also on a failed stream, and when dropped (events must fire)
+  std::shared_ptr<Recording> fires, waits;
+  bool always = false;   // also on a failed stream, and when dropped (events must fire)
+  bool brief = false;    // ends at once by itself, whatever others do; see queue.cpp
+  uint64_t begun = 0;    // trace time at which a wait came to the head of its stream
 };
 
 struct Context;
+
+// Tasks are run by one thread at a time; see queue.cpp.
+enum class Turn { kIdle, kDue, kParked, kRunning };
 
 struct Stream {
   uint64_t id = 0;
   std::shared_ptr<Context> context;
   std::mutex mutex;
   std::condition_variable work, done;
-  std::deque<Task> queue;
-  uint64_t submitted = 0, completed = 0;
-  int error = 0;  // sticky
+  std::vector<Task> queue;
+  std::atomic<Turn> turn{Turn::kIdle};     // changed under the mutex
+  const Recording* parked_for = nullptr;   // while parked
+  std::atomic<uint64_t> submitted{0}, completed{0};
+  std::atomic<uint32_t> waiters{0};        // host threads that wait for `done`
+  std::atomic<int> error{0};               // sticky
   std::string error_text;
-  bool stopping = false, dropping = false, started = false;
+  std::atomic<bool> stopping{false}, dropping{false};
+  bool started = false;
   uint64_t report_thread = 0;  // subscribed callback thread, 0 = none
   std::thread worker;
+  // Of the thread whose turn it is: tasks taken from the queue, and how far it has come.
+  std::vector<Task> batch;
+  size_t at = 0;
+  uint64_t count = 0;
 };
 
 struct Context {
@@ -124,11 +141,17 @@ int resolve_stream(aclrtStream handle, std::shared_ptr<Stream>* out);
 std::shared_ptr<Stream> make_stream(const std::shared_ptr<Context>& context);
 // Queues a task; on a stream that is being destroyed it is refused (and released).
 int enqueue(const std::shared_ptr<Stream>& stream, Task task);
+// The error of a stream that has failed.
+int report_failure(const std::shared_ptr<Stream>& stream, const char* call);
 // Waits until what was submitted so far is done. timeout_ms < 0 = for ever.
 int synchronize(const std::shared_ptr<Stream>& stream, int64_t timeout_ms);
 void stop_stream(const std::shared_ptr<Stream>& stream, bool drop);
 void stop_streams_of(const std::shared_ptr<Context>& context);
 bool on_worker_of(uint64_t stream_id);
+// A recording came up on its stream.
+void fire(Stream& stream, const std::shared_ptr<Recording>& recording);
+// Whether the flag comes up within the moment that a host thread looks before it sleeps.
+bool look_for(const std::atomic<bool>& flag);
 inline int32_t stream_number(uint64_t id) { return static_cast<int32_t>((id >> 4) & 0x7fffffff); }
 
 enum Counter : uint32_t { kDeviceWaits, kStreamWaits, kEventWaits };
