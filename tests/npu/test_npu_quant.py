@@ -115,3 +115,52 @@ def test_integer_weights_on_npu_tensors(kind: str) -> None:
             assert not y[1].any(), name
             assert (np.abs(y - want) <= bound).all(), name
         assert (found["operators"] != found["mega_moe"]).any()
+
+
+def answer(context: RankContext, kind: str) -> dict[str, str]:
+    """One sum by each path, from the shipped checkpoint quantised as it is loaded."""
+    from xmoe.models.checkpoints import shipped_checkpoint
+    from xmoe.models.qwen3_5.engine_transformers import load_model
+    from xmoe.models.qwen3_5.greedy import GreedySession
+
+    device, group = torch.device("npu", context.rank), join_group(context, True)
+    runners: dict[str, MoeRunner] = {}
+    layers: list[tuple[int, ExpertWeights]] = []
+    path = "on"
+    made: dict[tuple[str, int], Any] = {}
+
+    def make_layer(index: int, weights: ExpertWeights) -> Any:
+        assert weights.quant == kind and weights.gate_up.device == device
+        layers.append((index, weights))
+        return lambda *args: made[path, index](*args)
+
+    loaded = load_model(
+        shipped_checkpoint(), context.rank, context.size, make_layer, device=device, quant=kind
+    )
+    turn = [{"role": "user", "content": "What is 123 plus 456?"}]
+    text = loaded.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    found = {}
+    for path in ("on", "off"):
+        config = XmoeConfig.from_mapping({"mode": path, "step_timeout_s": DEADLINE_S})
+        with MoeRunner.create(loaded.shape, config, group=group, device=device) as runner:
+            runners[path] = runner
+            made.update({(path, index): runner.layer(one, index) for index, one in layers})
+            session = GreedySession(loaded)
+            session.start(loaded.tokenizer.encode(text, add_special_tokens=False), 8)
+            while True:
+                with runner.step(session.num_pending) as counts:
+                    if not any(counts):
+                        break
+                    session.step()
+            found[path] = loaded.tokenizer.decode(session.token_ids, skip_special_tokens=True)
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_checkpoint_quantised_on_load_still_adds(kind: str) -> None:
+    from xmoe.models.qwen3_5.engine_transformers import preload
+
+    preload()
+    for found in run_ranks(answer, 2, kind, silence_s=DEADLINE_S):
+        assert {path: text.strip() for path, text in found.items()} == {"on": "579", "off": "579"}

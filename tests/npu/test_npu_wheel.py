@@ -115,9 +115,30 @@ def test_operators_equal_the_cpu(name: str) -> None:
 
 def test_missing_operator_is_named() -> None:
     def body(device: torch.device) -> None:
-        values = torch.randn(1, 2, 16, 32, device=device)
-        with pytest.raises(RuntimeError, match="aclnnFlashAttentionScore"):
-            torch.nn.functional.scaled_dot_product_attention(values, values, values)
+        rows = torch.randn(4, 32, device=device)
+        counts = torch.ones(2, 2, dtype=torch.int64, device=device)
+        with pytest.raises(RuntimeError, match="aclnnMoeReRouting"):
+            torch.ops.npu.npu_moe_re_routing(rows, counts)
+
+    child(body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_equals_the_cpu(dtype: torch.dtype) -> None:
+    """scaled_dot_product_attention, which torch_npu gives to its flash attention."""
+
+    def body(device: torch.device) -> None:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        make = torch.Generator().manual_seed(8)
+        query = torch.randn(2, 4, 7, 32, generator=make).to(dtype)
+        key, value = (torch.randn(2, 2, 9, 32, generator=make).to(dtype) for _ in range(2))
+        mask = torch.ones(7, 9, dtype=torch.bool).tril(2)
+        for how in ({}, {"is_causal": True}, {"attn_mask": mask}, {"scale": 0.5}):
+            want = attend(query, key, value, enable_gqa=True, **how)
+            moved = {k: v.to(device) if torch.is_tensor(v) else v for k, v in how.items()}
+            args = (one.to(device) for one in (query, key, value))
+            got = attend(*args, enable_gqa=True, **moved).cpu()
+            assert torch.equal(got, want), how
 
     child(body)
 
