@@ -135,11 +135,11 @@ _KINDS: Mapping[str, env.Kind] = {
     "metadata_read": env.choice(*(m.value for m in MetadataRead)),
     "fence": env.choice(*(m.value for m in HostFence)),
     "max_inflight": env.integer(1, MAX_INFLIGHT),
-    "memory_budget_bytes": env.integer(1),
-    "recv_cores": env.integer(1),
-    "compute_cores": env.integer(1),
-    "send_cores": env.integer(1),
-    "event_ring": env.integer(EVENTS_PER_SLOT),
+    "memory_budget_bytes": env.integer(1, 1 << 50),
+    "recv_cores": env.integer(1, 1024),
+    "compute_cores": env.integer(1, 1024),
+    "send_cores": env.integer(1, 1024),
+    "event_ring": env.integer(EVENTS_PER_SLOT, 1024),
     "wait_timeout_s": _SECONDS,
     "shutdown_timeout_s": _SECONDS,
     "stall_warn_s": _SECONDS,
@@ -329,9 +329,20 @@ def _problems(c: MultistreamConfig, a: Capabilities, s: PipelineShape) -> Sequen
             f'metadata_read="{c.metadata_read.value}": shapes are known in advance here, nothing '
             "is read; leave it out"
         )
+    found += _count_problems(c, a, s)
     if c.mode is StreamMode.OVERLAP:
         found += _overlap_problems(c, a, s)
     return found
+
+
+def _count_problems(c: MultistreamConfig, a: Capabilities, s: PipelineShape) -> list[str]:
+    """A kernel that waits holds its cores, so whatever may run at once must fit."""
+    counts = [n for n in (c.recv_cores, c.compute_cores, c.send_cores) if n is not None]
+    if counts and not a.core_limits:
+        return ["recv_cores, compute_cores, send_cores: the operators do not keep to core limits"]
+    if s.vector_cores is not None and sum(counts) > s.vector_cores:
+        return [f"recv_cores, compute_cores, send_cores: {sum(counts)} of {s.vector_cores} cores"]
+    return []
 
 
 def _overlap_problems(c: MultistreamConfig, a: Capabilities, s: PipelineShape) -> list[str]:
@@ -386,6 +397,4 @@ def _core_problems(c: MultistreamConfig, a: Capabilities, s: PipelineShape) -> l
             found.append('recv_gate="core_partition": the operators do not keep to core limits')
         if any(count is None for count in cores):
             found.append("core_partition needs recv_cores, compute_cores and send_cores")
-        elif s.vector_cores is not None and sum(n or 0 for n in cores) > s.vector_cores:
-            found.append(f"core_partition: {sum(n or 0 for n in cores)} of {s.vector_cores} cores")
     return found

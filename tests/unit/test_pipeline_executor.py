@@ -220,7 +220,7 @@ def test_stop_at_the_gate_loses_nothing():
     timer = threading.Timer(0.05, executor.request_stop)
     timer.start()
     with pytest.raises(PipelineStopped, match="nothing was issued"):
-        executor.submit(item_of(device, "j", R, gate=lambda: False))
+        executor.submit(item_of(device, "j", R, gate=lambda: False, may_idle=True))
     timer.join()
     executor.close()
     assert executor.failed is None and executor.quarantined == 0

@@ -312,7 +312,7 @@ class StreamExecutor:
             self._complete(oldest, None)
         if item.gate is not None:
             try:
-                self._pass_gate(item.gate)
+                self._pass_gate(item, item.gate)
             except PipelineStopped:
                 raise
             except BaseException as error:
@@ -328,8 +328,10 @@ class StreamExecutor:
         self._inflight.append(ticket)
         return ticket
 
-    def _pass_gate(self, gate: Callable[[], bool]) -> None:
+    def _pass_gate(self, item: WorkItem, gate: Callable[[], bool]) -> None:
         spins = 0
+        begin = time.monotonic()
+        warned = False
         while not gate():
             if self._stop.is_set():
                 raise PipelineStopped("stopped while no work was ready; nothing was issued")
@@ -339,8 +341,21 @@ class StreamExecutor:
                     break
                 self._complete(self._inflight[0], None)
             spins += 1
-            if spins > _GATE_SPINS:
-                time.sleep(_GATE_PAUSE_S)
+            if spins <= _GATE_SPINS:
+                continue
+            time.sleep(_GATE_PAUSE_S)
+            spent = time.monotonic() - begin
+            if item.may_idle:
+                continue
+            if spent >= self.timeout_s:
+                raise FenceTimeout(
+                    f"{item.op}, layer {item.layer}, stage {item.stage}: nothing came for "
+                    f"{self.timeout_s:g} s; waiting: its gate, {self.report()}; allowed: within "
+                    "the time limit; next: check that all ranks launched, or raise the time limit"
+                )
+            if not warned and spent >= self.options.stall_warn_s and self._on_stall is not None:
+                warned = True
+                self._on_stall(f"waiting for {spent:.1f} s: the gate of {item.op}, {self.report()}")
 
     def _issue(self, ticket: Ticket) -> None:
         phase = ticket.item.phases[ticket._next]

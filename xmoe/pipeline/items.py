@@ -91,7 +91,8 @@ class WorkItem:
     """One layer's work: at least one phase, each kind at most once, in the order of PhaseKind.
 
     `gate` is asked, on the host, until it says that the first phase may be posted; a False costs
-    nothing on the device. `stage` is the micro-batch.
+    nothing on the device. With `may_idle` that may take for ever, because nothing is known to be
+    coming; else the executor's time limit holds. `stage` is the micro-batch.
     """
 
     op: str
@@ -99,6 +100,7 @@ class WorkItem:
     phases: tuple[Phase, ...]
     stage: int = 0
     gate: Callable[[], bool] | None = None
+    may_idle: bool = False
 
     def __post_init__(self) -> None:
         positions = [_ORDER[phase.kind] for phase in self.phases]

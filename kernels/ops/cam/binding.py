@@ -30,6 +30,7 @@ PLAIN: dict[str, str] = {
     "xsdCamAbortState": "int64_t(*)(char*)",
     "xsdCamCounters": "int32_t(*)(char*, uint32_t*)",
     "xsdCamFreeCores": "void(*)(int32_t, uint32_t*, uint32_t*)",
+    "xsdCamSetCores": "int(*)(uint32_t, uint32_t)",
     "xsdCamTraceEnable": "void(*)(int)",
     "xsdCamTraceRead": "uint32_t(*)(void*, uint32_t, uint64_t*)",
 }

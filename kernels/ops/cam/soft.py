@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xmoe.errors import CommError
+from xmoe.errors import CommError, PeerLost
 from xmoe.kernels.acl.native_plan import NUMBER, TOKENS, StepTensor
 from xmoe.kernels.ops.cam.binding import CamLibrary, PlanCache
-from xmoe.kernels.ops.cam.topology import CamAsyncTopology, require
+from xmoe.kernels.ops.cam.topology import CamAsyncTopology, refuse, require
 
 _TRACE_BYTES = 32 + 32 + 8 + 4 * 4 + 8 * 6
 _TASK_BYTES = 32 + 8 + 2 * 4 + 2 * 8
@@ -96,7 +96,8 @@ class SoftCam:
         """Attention groups with a dispatch waiting in this rank's window. Host only; no cores.
 
         Raises:
-            CommError: the group was aborted, or does not exist here.
+            PeerLost: another rank aborted the group. CommError: this one did, or it does not exist
+                here.
         """
         t = topology
         count = self._library.plain("xsdCamDispatchReady")(
@@ -110,9 +111,11 @@ class SoftCam:
             int(t.dynamic_quant),
         )
         if count == -2:
-            raise CommError(
-                f"group {group!r} was aborted (state {self.abort_state(group):#x}); allowed: a "
-                f"healthy group; close it and create a new communicator"
+            state = self.abort_state(group)
+            rank, reason = (state & 0xFFFF) - 1, state >> 16
+            raise (CommError if rank == t.rank else PeerLost)(
+                f"group {group!r} was aborted by rank {rank} (reason {reason}); allowed: a healthy "
+                "group; next: look at that rank's own error, then create a new communicator"
             )
         if count < 0:
             raise CommError(
@@ -143,6 +146,12 @@ class SoftCam:
         values = self._library.ffi.new("uint32_t[2]")
         self._library.plain("xsdCamFreeCores")(device, values, values + 1)
         return int(values[0]), int(values[1])
+
+    def set_cores(self, dispatch_recv: int | None, combine_send: int | None) -> None:
+        """Vector cores that these operators launch on from now on, in this process; None: the
+        device's own choice."""
+        if self._library.plain("xsdCamSetCores")(dispatch_recv or 0, combine_send or 0) != 0:
+            refuse("cores", (dispatch_recv, combine_send), "up to the device's own", "correct them")
 
     def trace(self, on: bool) -> None:
         """Start or stop recording kernels of this process."""

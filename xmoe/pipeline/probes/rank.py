@@ -39,6 +39,7 @@ class ProbeRank:
         self._group = group
         self.library = open_cam(find_toolkit())
         self.soft = SoftCam(self.library)
+        self.cores = self.soft.free_cores(self.rank)[0]  # nothing runs yet
         self.p2p = HostCamP2POps(self.library, self.p2p_topology())
         self.asynchronous = HostCamAsyncOps(self.library, self.async_topology())
         self.name = ""

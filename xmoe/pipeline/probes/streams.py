@@ -38,10 +38,8 @@ def _send(one: ProbeRank, p2p: bool, stream: Any) -> None:
 
 def _receive_blocked(one: ProbeRank, p2p: bool) -> bool:
     """The receive runs: it holds its cores."""
-    from xmoe.pipeline.deployment import VECTOR_CORES
-
     free = one.soft.free_cores(one.rank)[0]
-    return free == (VECTOR_CORES - one.p2p_topology().aiv_num if p2p else 0)
+    return free == (one.cores - one.p2p_topology().aiv_num if p2p else 0)
 
 
 def stream_honour(context: RankContext, p2p: bool) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 #include <sys/prctl.h>
 #include <time.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -72,8 +73,16 @@ uint32_t number(const char* name, const char* text, uint32_t fallback, long top 
 }
 }  // namespace
 
+namespace {
+std::atomic<uint32_t> g_recv{0}, g_send{0};  // of xsdCamSetCores, 0: not set
+}  // namespace
+
 // Read at every launch: a test or probe may change the partition between two launches.
 uint32_t cores_setting(const char* name, uint32_t fallback) {
+  uint32_t set = 0;
+  if (std::strcmp(name, "XSD_CAM_DISPATCH_RECV_CORES") == 0) set = g_recv.load();
+  if (std::strcmp(name, "XSD_CAM_COMBINE_SEND_CORES") == 0) set = g_send.load();
+  if (set != 0) return set;
   const char* text = std::getenv(name);
   if (text != nullptr && std::strcmp(text, "all") == 0) return device_cores().vector;
   return number(name, text, fallback);
@@ -208,4 +217,12 @@ XSD_API void xsdCamFreeCores(int32_t device, uint32_t* vector, uint32_t* cube) {
   std::lock_guard<std::mutex> lock(p.mutex);
   *vector = p.free.vector;
   *cube = p.free.cube;
+}
+
+XSD_API int xsdCamSetCores(uint32_t dispatch_recv, uint32_t combine_send) {
+  const uint32_t all = cam::device_cores().vector;
+  if (dispatch_recv > all || combine_send > all) return 1;
+  cam::g_recv.store(dispatch_recv);
+  cam::g_send.store(combine_send);
+  return 0;
 }
