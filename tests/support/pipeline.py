@@ -61,13 +61,6 @@ class Memory:
             self.world.violation(f"{item} sends a buffer that is not its own")
 
 
-class Allocates:
-    """`empty` of the operator protocols."""
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, stream: int) -> Tensor:
-        return torch.zeros(shape, dtype=dtype)
-
-
 class MockCopy:
     """HostCopy on the mock device."""
 
@@ -87,7 +80,7 @@ class MockCopy:
         return self.words
 
 
-class MockP2P(Allocates):
+class MockP2P:
     """a2e and e2a of an FFN rank. The peer sends layer L+1 of a group once layer L was answered."""
 
     def __init__(
@@ -212,7 +205,7 @@ class PlusOne:
         self.device.launch(stream, Kernel(f"ffn.{item.layer}", self.cores, finish=finish))
 
 
-class MockAsync(Allocates):
+class MockAsync:
     """The four asynchronous operators. Attention groups are actors: one dispatch, then its answer.
 
     `rows[g][layer]` tokens of group g reach this rank, split into `chunks` items at most.
@@ -361,7 +354,7 @@ class MockAsync(Allocates):
         self.device.launch(stream, Kernel("send", 8, finish=finish))
 
 
-class MockAttentionOps(Allocates):
+class MockAttentionOps:
     """Both connectors' Attention operators: launches only, with the outstanding ones counted."""
 
     shared_expert = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -33,9 +34,12 @@ from xmoe.errors import ConfigError
 from xmoe.kernels.acl.loader import load
 from xmoe.kernels.acl.toolkit import find_toolkit
 from xmoe.kernels.device import HostDevice
+from xmoe.kernels.npu_device import NpuDevice, torch_npu
 from xmoe.kernels.ops.cam.binding import CamLibrary, open_cam
 from xmoe.kernels.ops.cam.host import HostCamAsyncOps, HostCamP2POps
 from xmoe.kernels.ops.cam.host_memory import PinnedCopy, StopBuffer
+from xmoe.kernels.ops.cam.npu import NpuCamAsyncOps, NpuCamP2POps
+from xmoe.kernels.ops.cam.protocols import CamAsyncOps, CamP2POps
 from xmoe.kernels.ops.cam.soft import HostWaits, KernelTrace, SoftCam, TaskTrace
 from xmoe.kernels.ops.cam.topology import CamAsyncTopology, CamP2PTopology, receive_capacity
 from xmoe.multistream import Capabilities, MultistreamConfig, PipelineShape, StreamMode
@@ -48,8 +52,21 @@ from xmoe.pipeline.items import TraceEntry
 from xmoe.pipeline.synthetic import SyntheticAttention, SyntheticFfn
 from xmoe.ranks import RankContext
 
-VECTOR_CORES = 48
 CONNECTORS = ("camp2p", "camasync")
+DEVICES = ("host", "npu")
+RankDevice = HostDevice | NpuDevice
+
+
+def open_device(name: str, index: int) -> RankDevice:
+    """Device `index`, for CPU tensors or torch_npu's; current for this process in the second case.
+
+    Raises:
+        LibraryNotFound: there is no such library.
+    """
+    if name == "npu":
+        torch_npu().npu.set_device(index)
+        return NpuDevice(index)
+    return HostDevice(load(find_toolkit()), index=index)
 
 
 @dataclass(frozen=True)
@@ -57,7 +74,7 @@ class RunSpec:
     """What to run; the same on all ranks.
 
     `tokens` are one Attention rank's of one stage. `uneven` takes one token from every second
-    rank. `experts` are one FFN rank's.
+    rank. `experts` are one FFN rank's. `device`: "host" for CPU tensors, "npu" for torch_npu's.
     """
 
     connector: str
@@ -78,6 +95,7 @@ class RunSpec:
     attention_us: int = 200
     buffer_mb: int = 16
     timeout_s: float = 30.0
+    device: str = "host"
     config: MultistreamConfig = field(default_factory=MultistreamConfig)
 
     @property
@@ -90,7 +108,8 @@ class RunSpec:
 
     def p2p_topology(self, rank: int) -> CamP2PTopology:
         """A rank's place in CAMP2P."""
-        return CamP2PTopology(self.ffn, self.attn, rank, self.hidden, topk=self.topk)
+        cores = self.config.recv_cores or CamP2PTopology.aiv_num
+        return CamP2PTopology(self.ffn, self.attn, rank, self.hidden, self.topk, cores)
 
     def async_topology(self, rank: int) -> CamAsyncTopology:
         """A rank's place in CAMAsync."""
@@ -114,8 +133,8 @@ class RunSpec:
             self.async_topology(0), ready_probe=True, core_limits=True, peer_abort=True
         )
 
-    def shape(self) -> PipelineShape:
-        """The deployment for the settings' checks."""
+    def shape(self, vector_cores: int | None = None) -> PipelineShape:
+        """The deployment for the settings' checks; a device's cores are known in its ranks."""
         p2p = self.connector == "camp2p"
         itemsize = 1 if self.dynamic_quant else 2
         return PipelineShape(
@@ -127,7 +146,7 @@ class RunSpec:
             attention_groups=self.attn // self.tp_size,
             tp_size=self.tp_size,
             recv_bytes=0 if p2p else receive_capacity() * self.hidden * itemsize,
-            vector_cores=VECTOR_CORES,
+            vector_cores=vector_cores,
             dynamic_quant=self.dynamic_quant,
         )
 
@@ -141,6 +160,7 @@ class RankRun:
     items: int = 0
     seconds: list[float] = field(default_factory=list)
     digest: str = ""
+    vector_cores: int = 0
     outputs: list[Any] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
     phases: list[tuple[str, str, int, int, str, int, str]] = field(default_factory=list)
@@ -154,7 +174,7 @@ class RankRun:
 class _Rank:
     """Device, library and groups of one rank and mode."""
 
-    def __init__(self, spec: RunSpec, rank: int, group: ProcessGroup, device: HostDevice) -> None:
+    def __init__(self, spec: RunSpec, rank: int, group: ProcessGroup, device: RankDevice) -> None:
         self.spec = spec
         self.rank = rank
         self.group = group
@@ -166,6 +186,7 @@ class _Rank:
                 "synthetic model is made of its test kernels; next: set it"
             )
         self.soft = SoftCam(self.library)
+        self.vector_cores = self.soft.free_cores(rank)[0]  # nothing runs yet
 
     @contextlib.contextmanager
     def communicators(self, count: int) -> Iterator[tuple[str, ...]]:
@@ -193,24 +214,45 @@ class _Rank:
         if lost_ranks(self.group):
             raise peer_lost(self.group, "pipeline, idle", "its process has ended")
 
+    def stalled(self, text: str) -> None:
+        """A wait takes long."""
+        print(f"xmoe pipeline, rank {self.rank}: {text}", file=sys.stderr, flush=True)
+
     def lost(self, error: Exception) -> Exception:
         return as_peer_lost(error, self.group, "pipeline")
 
+    def p2p_ops(self) -> CamP2POps:
+        """The operators for this rank's tensors."""
+        topology, device = self.spec.p2p_topology(self.rank), self.device.torch_device
+        if device.type == "npu":
+            return NpuCamP2POps(topology, device)
+        return HostCamP2POps(self.library, topology)
+
+    def async_ops(self) -> CamAsyncOps:
+        """The operators for this rank's tensors."""
+        topology, device = self.spec.async_topology(self.rank), self.device.torch_device
+        if device.type == "npu":
+            return NpuCamAsyncOps(topology, device)
+        return HostCamAsyncOps(self.library, topology)
+
+    def stop_buffer(self, ops: CamAsyncOps) -> StopBuffer | None:
+        """Where the operators take one."""
+        if not ops.topology.dynamic_quant or ops.shared_expert:
+            return None
+        return StopBuffer(self.library, device=self.device.torch_device)
+
     def ffn_loop(self, config: MultistreamConfig, groups: tuple[str, ...]) -> FfnLoop:
         """The FFN side of the connector."""
-        s = self.spec
+        s, cores = self.spec, config.compute_cores or SyntheticFfn.vector_cores
         adapter: camp2p.CamP2PFfnAdapter | camasync.CamAsyncFfnAdapter
         if s.connector == "camp2p":
-            topology = s.p2p_topology(self.rank)
-            adapter = camp2p.CamP2PFfnAdapter(
-                HostCamP2POps(self.library, topology),
-                groups,
-                s.tokens * topology.ratio,
-                aborter=self.soft,
-            )
-            model = SyntheticFfn(self.soft, 1, 0, s.compute_us)
+            p2p = self.p2p_ops()
+            most = s.tokens * p2p.topology.ratio
+            adapter = camp2p.CamP2PFfnAdapter(p2p, groups, most, aborter=self.soft)
+            model = SyntheticFfn(self.soft, 1, 0, s.compute_us, cores)
         else:
-            ops = HostCamAsyncOps(self.library, s.async_topology(self.rank))
+            self.soft.set_cores(config.recv_cores, config.send_cores)
+            ops = self.async_ops()
             words = ops.topology.info_length(ops.shared_expert)
             adapter = camasync.CamAsyncFfnAdapter(
                 ops,
@@ -222,22 +264,24 @@ class _Rank:
                 alive=self.alive,
                 metadata_read=config.metadata_read,
                 host_copy=lambda: PinnedCopy(self.library, words),
-                stop=StopBuffer(self.library) if s.dynamic_quant else None,
+                stop=self.stop_buffer(ops),
             )
             first = (self.rank - s.attn) * s.experts
-            model = SyntheticFfn(self.soft, s.ffn * s.experts, first, s.compute_us)
-        return FfnLoop(self.device, adapter, model, config, s.shape(), translate=self.lost)
+            model = SyntheticFfn(self.soft, s.ffn * s.experts, first, s.compute_us, cores)
+        shape = s.shape(self.vector_cores)
+        return FfnLoop(
+            self.device, adapter, model, config, shape, translate=self.lost, on_stall=self.stalled
+        )
 
     def attention_loop(self, config: MultistreamConfig, groups: tuple[str, ...]) -> AttentionLoop:
         """The Attention side of the connector."""
         s = self.spec
         adapter: camp2p.CamP2PAttentionAdapter | camasync.CamAsyncAttentionAdapter
         if s.connector == "camp2p":
-            p2p = HostCamP2POps(self.library, s.p2p_topology(self.rank))
-            adapter = camp2p.CamP2PAttentionAdapter(p2p, groups, aborter=self.soft)
+            adapter = camp2p.CamP2PAttentionAdapter(self.p2p_ops(), groups, aborter=self.soft)
         else:
             adapter = camasync.CamAsyncAttentionAdapter(
-                HostCamAsyncOps(self.library, s.async_topology(self.rank)),
+                self.async_ops(),
                 groups[0],
                 stages=s.stages,
                 probe=self.soft,
@@ -253,7 +297,10 @@ class _Rank:
             routing=s.routing,
             microseconds=s.attention_us,
         )
-        return AttentionLoop(self.device, adapter, model, config, s.shape(), translate=self.lost)
+        shape = s.shape(self.vector_cores)
+        return AttentionLoop(
+            self.device, adapter, model, config, shape, translate=self.lost, on_stall=self.stalled
+        )
 
 
 def own_tokens(spec: RunSpec, rank: int) -> int:
@@ -270,12 +317,19 @@ def step_input(spec: RunSpec, rank: int, step: int, stage: int, rows: int) -> Te
     return made
 
 
+def vector_cores(context: RankContext) -> int:
+    """How many this rank's device has. For a rank of its own: a process that has used a device
+    cannot fork ranks that use it."""
+    with HostDevice(load(find_toolkit()), index=context.rank) as device, device.bind():
+        return SoftCam(open_cam(find_toolkit())).free_cores(context.rank)[0]
+
+
 def rank_main(context: RankContext, spec: RunSpec, modes: tuple[StreamMode, ...]) -> list[RankRun]:
     """Everything one rank does. COLLECTIVE over all ranks."""
     group = context.init_process_group(spec.timeout_s)
     introduce(group, spec.timeout_s)
     runs = []
-    with HostDevice(load(find_toolkit()), index=context.rank) as device:
+    with open_device(spec.device, context.rank) as device:
         rank = _Rank(spec, context.rank, group, device)
         for mode in modes:
             context.report("run", mode=mode.value)
@@ -290,7 +344,8 @@ def _run_mode(
     context: RankContext, rank: _Rank, config: MultistreamConfig, groups: tuple[str, ...]
 ) -> RankRun:
     spec, is_ffn = rank.spec, rank.spec.is_ffn(rank.rank)
-    run = RankRun("ffn" if is_ffn else "attention", config.mode.value)
+    role = "ffn" if is_ffn else "attention"
+    run = RankRun(role, config.mode.value, vector_cores=rank.vector_cores)
     if config.trace:
         rank.soft.trace(True)
         rank.soft.trace_tasks(True)
@@ -309,13 +364,16 @@ def _run_mode(
             for step in range(spec.steps):
                 plan = _plan(rank, step, own_tokens(spec, rank.rank))
                 stages = range(spec.stages)
-                batches = [step_input(spec, rank.rank, step, s, plan.rows[s]) for s in stages]
+                batches = [
+                    step_input(spec, rank.rank, step, s, plan.rows[s]).to(rank.device.torch_device)
+                    for s in stages
+                ]
                 begin = time.perf_counter()
                 outputs = attention.run_step(plan, batches)
                 run.seconds.append(time.perf_counter() - begin)
                 run.marks.append(len(attention.executor.trace or ()))
                 tokens = own_tokens(spec, rank.rank)
-                run.outputs.append([out[:tokens].float().numpy().copy() for out in outputs])
+                run.outputs.append([out[:tokens].cpu().float().numpy().copy() for out in outputs])
                 context.report("step", number=step)
             _count_waits(run, waits, rank.soft.host_waits())
             _take_trace(run, rank.soft, attention.executor, groups)

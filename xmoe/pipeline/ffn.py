@@ -17,6 +17,7 @@ from torch import Tensor
 
 from xmoe.errors import AclError, ConfigError, PipelineStopped, XmoeError
 from xmoe.kernels.device import Device, Stream
+from xmoe.kernels.ops.torch_stream import on_stream
 from xmoe.multistream import HostFence, MetadataRead, MultistreamConfig, PipelineShape
 from xmoe.pipeline.adapters.base import Adapter, FfnAdapter, FfnInput, FfnModel, StepPlan
 from xmoe.pipeline.executor import StreamExecutor, Ticket
@@ -118,7 +119,8 @@ class _Answers:
 
     def compute(self, item: FfnInput, out: Tensor, stream: int) -> None:
         if self.poisoned:
-            out.fill_(float("nan"))
+            with on_stream(out.device, stream):
+                out.fill_(float("nan"))
         else:
             self._model.compute(item, out, stream)
 

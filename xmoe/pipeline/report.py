@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from xmoe.multistream import StreamMode
-from xmoe.pipeline.deployment import VECTOR_CORES, RankRun, RunSpec, step_seconds
+from xmoe.pipeline.deployment import RankRun, RunSpec, own_tokens, step_seconds
 from xmoe.pipeline.trace import RankTrace, Trace, merge
 
 SOFTWARE_DEVICE = "software device (CPU threads; not an NPU)"
@@ -22,7 +22,8 @@ def report(
     for number, mode in enumerate(modes):
         runs = [rank[number] for rank in results]
         seconds = step_seconds(runs) or 0.0
-        tokens = spec.tokens * spec.attn * spec.stages
+        senders = [rank for rank in range(spec.size) if not spec.is_ffn(rank)]
+        tokens = spec.stages * sum(own_tokens(spec, rank) for rank in senders)
         rows[mode.value] = {
             "step_ms": seconds * 1e3,
             "layer_us": seconds * 1e6 / spec.layers,
@@ -80,5 +81,5 @@ def trace_of(spec: RunSpec, results: list[list[RankRun]], device: str = SOFTWARE
         "tp_size": spec.tp_size,
         "stages": spec.stages,
     }
-    about["vector_cores"] = VECTOR_CORES
+    about["vector_cores"] = results[0][0].vector_cores
     return merge(ranks, device=device, about=about)

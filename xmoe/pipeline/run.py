@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 
+from xmoe import env
 from xmoe.errors import ConfigError
 from xmoe.multistream import StreamMode
-from xmoe.pipeline.deployment import CONNECTORS, RankRun, RunSpec, rank_main
+from xmoe.pipeline.deployment import CONNECTORS, DEVICES, RankRun, RunSpec, rank_main, vector_cores
+from xmoe.pipeline.limits import MAX_RANKS, RUN
 from xmoe.ranks import run_ranks
-
-MAX_RANKS = 16
 
 
 def check(spec: RunSpec, modes: Sequence[StreamMode]) -> None:
@@ -24,16 +25,31 @@ def check(spec: RunSpec, modes: Sequence[StreamMode]) -> None:
         raise ConfigError(
             f"connector={spec.connector!r}; allowed: {', '.join(CONNECTORS)}; next: correct it"
         )
-    counts = (spec.attn, spec.ffn, spec.layers, spec.steps, spec.tokens, spec.hidden)
-    if min(counts) < 1 or spec.size > MAX_RANKS:
+    if spec.device not in DEVICES:
         raise ConfigError(
-            f"attn={spec.attn} ffn={spec.ffn} layers={spec.layers} steps={spec.steps} "
-            f"tokens={spec.tokens} hidden={spec.hidden}; allowed: 1 or more of each, "
-            f"{MAX_RANKS} ranks at most; next: correct it"
+            f"device={spec.device!r}; allowed: {', '.join(DEVICES)}; next: correct it"
         )
+    if spec.device == "npu" and importlib.util.find_spec("torch_npu") is None:
+        raise ConfigError(
+            'device="npu" without torch_npu; allowed: an environment that has it; next: pip '
+            "install 'xmoe[npu]', or take host"
+        )
+    for name, kind in RUN.items():
+        env.parse_as(kind, name, getattr(spec, name), "next: correct it")
+    if spec.size > MAX_RANKS:
+        raise ConfigError(
+            f"attn={spec.attn} ffn={spec.ffn}; allowed: {MAX_RANKS} ranks at most; next: correct it"
+        )
+    for rank in range(spec.size):  # each refuses what its operators cannot take
+        topology = spec.p2p_topology if spec.connector == "camp2p" else spec.async_topology
+        topology(rank)
     for mode in modes:
         config = replace(spec.config, mode=mode)
         config.validate(spec.capabilities(), spec.shape())
+    c = spec.config
+    if (c.recv_cores, c.compute_cores, c.send_cores) != (None, None, None):
+        cores = run_ranks(vector_cores, 1, silence_s=spec.timeout_s)[0]
+        c.validate(spec.capabilities(), spec.shape(cores))
 
 
 def run(spec: RunSpec, modes: tuple[StreamMode, ...]) -> list[list[RankRun]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from xmoe.kernels.ops.cam.soft import SoftCam
+from xmoe.kernels.ops.torch_stream import on_stream
 from xmoe.pipeline.adapters.base import UNKNOWN_LAYER, AttentionOutput, FfnInput
 
 _BASE, _EACH_LAYER, _EXPERTS, _SHARED = 0.9, 0.05, 0.1, 3.0
@@ -104,7 +105,9 @@ class SyntheticAttention:
         self, hidden_states: Tensor, layer: int, stage: int, stream: int
     ) -> AttentionOutput:
         """See AttentionModel."""
-        out = torch.empty_like(hidden_states)
+        device = hidden_states.device
+        with on_stream(device, stream):
+            out = torch.empty_like(hidden_states)
         self.kernels.timed_kernel(
             stream=stream,
             microseconds=self.microseconds,
@@ -120,4 +123,5 @@ class SyntheticAttention:
         ids, weights = route(
             self.seed, layer, stage, tokens, self.topk, self.num_experts, self.routing
         )
-        return AttentionOutput(out, ids, weights)
+        with on_stream(device, stream):
+            return AttentionOutput(out, ids.to(device), weights.to(device))

@@ -52,10 +52,6 @@ class _Operators:
         self._device = torch.device(device)
         self._plans = PlanCache()
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, stream: int) -> Tensor:
-        """Uninitialised memory; these operators' tensors are not bound to streams."""
-        return torch.empty(shape, dtype=dtype, device=self._device)
-
     def _empty(self, *shape: int, of: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=of or self._dtype, device=self._device)
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Protocol
 from xmoe.kernels.ops.cam.topology import CamAsyncTopology, CamP2PTopology
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -61,10 +60,6 @@ class CamP2POps(Protocol):
     @property
     def topology(self) -> CamP2PTopology:
         """This rank's place."""
-        ...
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, stream: int) -> Tensor:
-        """Uninitialised memory that belongs to `stream`."""
         ...
 
     def empty_a2e(self, num_tokens: int) -> A2EOutput | None:
@@ -112,10 +107,6 @@ class CamAsyncOps(Protocol):
     @property
     def shared_expert(self) -> bool:
         """Whether receive outputs and combine_send carry a shared expert (the older set)."""
-        ...
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, stream: int) -> Tensor:
-        """Uninitialised memory that belongs to `stream`."""
         ...
 
     def empty_item(self, capacity: int | None = None) -> DispatchItem | None:

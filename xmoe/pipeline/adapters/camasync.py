@@ -20,6 +20,7 @@ from torch import Tensor
 from xmoe.errors import CommError, ConfigError
 from xmoe.kernels.ops.cam.protocols import CamAsyncOps, DispatchItem, HostCopy, ReadinessProbe
 from xmoe.kernels.ops.cam.topology import CamAsyncTopology, receive_capacity
+from xmoe.kernels.ops.torch_stream import on_stream
 from xmoe.multistream import Capabilities, MetadataRead, RecvGate
 from xmoe.pipeline.adapters.base import (
     UNKNOWN_LAYER,
@@ -256,10 +257,10 @@ class CamAsyncFfnAdapter(ConnectorAdapter):
         """Items until the step's dispatches are finished; a dispatch may come in several."""
         goal = None if plan.dispatches is None else self.finished + plan.dispatches
         while not self.stopped and (goal is None or self.finished < goal):
-            yield self.item(model)
+            yield self.item(model, may_idle=goal is None)
 
-    def item(self, model: FfnModel) -> WorkItem:
-        """Receive whatever is next, compute, send."""
+    def item(self, model: FfnModel, *, may_idle: bool = False) -> WorkItem:
+        """Receive whatever is next, compute, send. `may_idle`: perhaps nothing is."""
         gate = self._ready if self._gate is RecvGate.READY_PROBE else None
         group = self._group
         phases = [
@@ -270,7 +271,9 @@ class CamAsyncFfnAdapter(ConnectorAdapter):
         ]
         if self._read is MetadataRead.DEVICE:
             del phases[1]
-        return WorkItem("camasync", UNKNOWN_LAYER, tuple(phases), gate=gate)
+        return WorkItem(
+            "camasync", UNKNOWN_LAYER, tuple(phases), gate=gate, may_idle=may_idle
+        )
 
     def settled(self) -> None:
         """See FfnAdapter."""
@@ -436,8 +439,10 @@ class CamAsyncFfnAdapter(ConnectorAdapter):
         if count:
             return rows[:count]
         if buffers.empty is None:
-            buffers.empty = self._ops.empty((1, self._topology.hidden), self._dtype, stream=stream)
-            buffers.empty.zero_()
+            with on_stream(rows.device, stream):
+                buffers.empty = torch.zeros(
+                    1, self._topology.hidden, dtype=self._dtype, device=rows.device
+                )
         return buffers.empty
 
     def _buffers(self, slot: int) -> _SlotBuffers:
@@ -456,12 +461,10 @@ class CamAsyncFfnAdapter(ConnectorAdapter):
         if buffers.computed is None:
             item = buffers.item
 
-            def like(rows: Tensor) -> Tensor:
-                return self._ops.empty(tuple(rows.shape), self._dtype, stream=stream)
-
-            buffers.computed = like(item.hidden_states)
-            if item.shared_hidden_states is not None:
-                buffers.shared = like(item.shared_hidden_states)
+            with on_stream(item.hidden_states.device, stream):
+                buffers.computed = torch.empty_like(item.hidden_states, dtype=self._dtype)
+                if item.shared_hidden_states is not None:
+                    buffers.shared = torch.empty_like(buffers.computed)
 
     def leftovers(self) -> tuple[str, ...]:
         """A dispatch of which a part is missing."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from xmoe.errors import CommError, ConfigError
 from xmoe.kernels.ops.cam.protocols import A2EOutput, CamP2POps
 from xmoe.kernels.ops.cam.topology import CamP2PTopology
+from xmoe.kernels.ops.torch_stream import on_stream
 from xmoe.multistream import Capabilities, MetadataRead
 from xmoe.pipeline.adapters.base import (
     AttentionModel,
@@ -167,9 +168,13 @@ class CamP2PFfnAdapter(_CamP2P):
             buffers = self._buffers(context.slot)
             assert buffers.received is not None
             handle = context.stream.handle()
+            received = buffers.received.hidden_states
             if buffers.computed is None:
-                buffers.computed = ops.empty((self._max_rows, t.hidden), self._dtype, stream=handle)
-            item = FfnInput(buffers.received.hidden_states, layer, stage)
+                with on_stream(received.device, handle):  # memory of the stream that writes it
+                    buffers.computed = torch.empty(
+                        self._max_rows, t.hidden, dtype=self._dtype, device=received.device
+                    )
+            item = FfnInput(received, layer, stage)
             model.compute(item, buffers.computed[:rows], handle)
 
         def send(context: PhaseContext) -> None:
