@@ -27,6 +27,7 @@ DATA_ALIGNMENT_BYTES = 32
 MAX_RANK = 8
 _INT64_MAX = (1 << 63) - 1
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
+_LONGEST_S = 2_000_000  # below 2**31 milliseconds
 
 
 class OwnedHandle:
@@ -157,11 +158,17 @@ class DeviceMemory(OwnedHandle):
         check(self.runtime, self.runtime.acl.aclrtFree(handle), "aclrtFree")
 
 
+# Streams and events are used a dozen times for each work item, so these methods look at the status
+# themselves. cffi takes no None for a pointer: a closed object ends in TypeError, and `pointer`
+# then says which one it is.
+
+
 class AclStream(OwnedHandle):
     """An in-order queue of the current device."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
+        self._acl = runtime.acl
         out = runtime.ffi.new("aclrtStream*")
         check(runtime, runtime.acl.aclrtCreateStream(out), "aclrtCreateStream")
         self._handle = out[0]
@@ -179,7 +186,7 @@ class AclStream(OwnedHandle):
         Raises:
             AclError: failed device work, or the timeout (107019 or 107020).
         """
-        acl = self.runtime.acl
+        acl = self._acl
         if timeout_s is None:
             check(self.runtime, acl.aclrtSynchronizeStream(self.pointer), "aclrtSynchronizeStream")
         else:
@@ -188,8 +195,12 @@ class AclStream(OwnedHandle):
 
     def wait_event(self, event: AclEvent) -> None:
         """Later work on this stream starts after the event's latest recording. Does not block."""
-        status = self.runtime.acl.aclrtStreamWaitEvent(self.pointer, event.pointer)
-        check(self.runtime, status, "aclrtStreamWaitEvent")
+        try:
+            status = self._acl.aclrtStreamWaitEvent(self._handle, event._handle)
+        except TypeError:
+            status = self._acl.aclrtStreamWaitEvent(self.pointer, event.pointer)
+        if status:
+            check(self.runtime, status, "aclrtStreamWaitEvent")
 
     def _release(self, handle: Any) -> None:
         check(self.runtime, self.runtime.acl.aclrtDestroyStream(handle), "aclrtDestroyStream")
@@ -200,29 +211,39 @@ class AclEvent(OwnedHandle):
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
+        self._acl = runtime.acl
         out = runtime.ffi.new("aclrtEvent*")
         check(runtime, runtime.acl.aclrtCreateEvent(out), "aclrtCreateEvent")
         self._handle = out[0]
 
     def record(self, stream: AclStream) -> None:
         """Mark the end of what the stream holds now. Does not block."""
-        status = self.runtime.acl.aclrtRecordEvent(self.pointer, stream.pointer)
-        check(self.runtime, status, "aclrtRecordEvent")
+        try:
+            status = self._acl.aclrtRecordEvent(self._handle, stream._handle)
+        except TypeError:
+            status = self._acl.aclrtRecordEvent(self.pointer, stream.pointer)
+        if status:
+            check(self.runtime, status, "aclrtRecordEvent")
 
     def query(self) -> bool:
         """True when the latest recording is reached."""
-        status = self.runtime.ffi.new("int32_t*")
-        code = self.runtime.acl.aclrtQueryEventStatus(self.pointer, status)
-        check(self.runtime, code, "aclrtQueryEventStatus")
-        return bool(status[0] == 1)
+        out = self.runtime.ffi.new("int32_t*")
+        status = self._acl.aclrtQueryEventStatus(self.pointer, out)
+        check(self.runtime, status, "aclrtQueryEventStatus")
+        return bool(out[0] == 1)
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Wait for the latest recording. Blocks. Raises AclError as a stream does."""
-        acl = self.runtime.acl
+        acl = self._acl
         if timeout_s is None:
             check(self.runtime, acl.aclrtSynchronizeEvent(self.pointer), "aclrtSynchronizeEvent")
-        else:
-            status = acl.aclrtSynchronizeEventWithTimeout(self.pointer, _milliseconds(timeout_s))
+            return
+        milliseconds = _milliseconds(timeout_s)
+        try:
+            status = acl.aclrtSynchronizeEventWithTimeout(self._handle, milliseconds)
+        except TypeError:
+            status = acl.aclrtSynchronizeEventWithTimeout(self.pointer, milliseconds)
+        if status:
             check(self.runtime, status, "aclrtSynchronizeEventWithTimeout")
 
     def _release(self, handle: Any) -> None:
@@ -398,9 +419,11 @@ class TensorListDesc(OwnedHandle):
 
 def _milliseconds(timeout_s: float) -> int:
     """A timeout as the runtime takes it (int32). At least 1: 0 or -1 may mean no limit."""
-    if not timeout_s > 0:
-        raise ConfigError(f"timeout of {timeout_s!r} s; allowed: above 0; pass None for no limit")
-    return max(1, min(int(timeout_s * 1000), (1 << 31) - 1))
+    if 0 < timeout_s < _LONGEST_S:
+        return int(timeout_s * 1000) or 1
+    if timeout_s >= _LONGEST_S:
+        return _LONGEST_S * 1000
+    raise ConfigError(f"timeout of {timeout_s!r} s; allowed: above 0; pass None for no limit")
 
 
 def _sizes(what: str, values: Sequence[int]) -> tuple[int, ...]:

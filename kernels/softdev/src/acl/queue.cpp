@@ -74,14 +74,19 @@ void hand_to_worker(Stream& stream) {  // under its mutex
   stream.work.notify_one();
 }
 
-// Leaves the stream to the worker on duty; false when there is none. Under its mutex.
-bool offer(const std::shared_ptr<Stream>& stream) {
-  std::lock_guard<std::mutex> lock(duty().mutex);
-  if (!duty().taken) return false;
-  stream->turn = Turn::kRunning;
-  duty().offered.push_back(stream);
+// Leaves the stream, whose turn the caller has, to the worker on duty, or else to its own. Outside
+// its mutex: who is on duty takes it at once.
+void offer(const std::shared_ptr<Stream>& stream) {
+  {
+    std::unique_lock<std::mutex> lock(duty().mutex);
+    if (!duty().taken) {
+      lock.unlock();
+      std::lock_guard<std::mutex> mine(stream->mutex);
+      return hand_to_worker(*stream);
+    }
+    duty().offered.push_back(stream);
+  }
   duty().some = true;
-  return true;
 }
 
 // Leaves the stream to whoever fires the recording; false when that has happened. Under its mutex.
@@ -284,25 +289,29 @@ void fire(Stream& stream, const std::shared_ptr<Recording>& recording) {
 
 int enqueue(const std::shared_ptr<Stream>& stream, Task task) {
   if (settings()->delay_seed != 0) task.brief = false;
-  {
-    std::lock_guard<std::mutex> lock(stream->mutex);
-    if (!stream->stopping && !stream->started) stream->started = start_worker(stream);
-    if (!stream->stopping && stream->started) {
-      stream->queue.push_back(std::move(task));
-      ++stream->submitted;
-      if (stream->turn != Turn::kIdle) return kOk;
-      Task& first = stream->queue.back();
-      const bool waits = first.waits != nullptr && first.brief && !skipped(*stream, first);
-      if (waits && park(stream, first)) return kOk;
-      if (!first.brief || !offer(stream)) hand_to_worker(*stream);
-      return kOk;
-    }
+  std::unique_lock<std::mutex> lock(stream->mutex);
+  if (!stream->stopping && !stream->started) stream->started = start_worker(stream);
+  if (stream->stopping || !stream->started) {
+    lock.unlock();
+    if (task.release) task.release();
+    return fail(
+        kInvalidHandle,
+        "EE1003: task %s: its stream is being destroyed or has no thread (the system gave none)",
+        task.name.c_str());
   }
-  if (task.release) task.release();
-  return fail(
-      kInvalidHandle,
-      "EE1003: task %s: its stream is being destroyed or has no thread (the system gave none)",
-      task.name.c_str());
+  stream->queue.push_back(std::move(task));
+  ++stream->submitted;
+  if (stream->turn != Turn::kIdle) return kOk;
+  Task& first = stream->queue.back();
+  if (!first.brief) {
+    hand_to_worker(*stream);
+    return kOk;
+  }
+  if (first.waits != nullptr && !skipped(*stream, first) && park(stream, first)) return kOk;
+  stream->turn = Turn::kRunning;
+  lock.unlock();
+  offer(stream);
+  return kOk;
 }
 
 int report_failure(const std::shared_ptr<Stream>& stream, const char* call) {
