@@ -2,7 +2,9 @@
 """The software device's C++ under thread, address and undefined-behaviour sanitizers.
 
 `stress`: threads on shared streams, events, memory, executors, with ranks as threads.
-`mega_moe`: the operator over a group of processes. `bash ci/test.sh sanitize` runs this folder.
+`mega_moe`: the operator over a group of processes. `opapi`: the general operators, which torch_npu
+calls elsewhere; libtorch below them is not instrumented, so they have no thread sanitizer, whose
+reports about it would be about nothing. `bash ci/test.sh sanitize` runs this folder.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from support.leftovers import shared_memory
 from support.softdev import SOFTDEV
@@ -21,6 +24,7 @@ from support.softdev import SOFTDEV
 FOLDERS = ("acl", "nnop", "hccl", "hccl_fwk", "vendor")
 VENDOR = "opp/vendors/xmoe_transformer/op_api/lib"
 SANITIZERS = ("thread", "address,undefined")
+TORCH = Path(torch.__file__).parent
 OPTIONS = {
     # A finding ends the program with a code of its own; leaks count as findings.
     "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",
@@ -70,15 +74,18 @@ def tree(sanitize: str) -> Path:
     return made
 
 
-def _program(name: str, tree: Path, sanitize: str, folder: Path) -> Path:
+def _program(
+    name: str, tree: Path, sanitize: str, folder: Path, operators: str = "-l:libcust_opapi.so"
+) -> Path:
     target = folder / name
     places = [tree / "lib64", tree / VENDOR]
+    below = TORCH / "lib"
     done = subprocess.run(
         _command(
             [SOFTDEV / "src" / "tests" / f"{name}.cpp"], target, sanitize,
             f"-I{SOFTDEV / 'include'}", *(f"-L{p}" for p in places),
-            *(f"-Wl,-rpath,{p}" for p in places),
-            "-l:libcust_opapi.so", "-lhccl", "-lnnopbase", "-lascendcl",
+            *(f"-Wl,-rpath,{p}" for p in places), f"-Wl,-rpath-link,{below}",
+            "-Wl,--no-as-needed", operators, "-lhccl", "-lnnopbase", "-lascendcl", "-ldl",
         ),
         capture_output=True, text=True,
     )  # fmt: skip
@@ -103,6 +110,16 @@ def test_operator_in_processes(sanitize: str, tree: Path, tmp_path: Path, ranks:
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout.endswith("done\n"), done.stderr[-8000:]
     assert shared_memory(prefix) == []
+
+
+@pytest.mark.parametrize("sanitize", ["address,undefined"], indirect=True)
+def test_general_operators(sanitize: str, tree: Path, tmp_path: Path) -> None:
+    """Without torch_npu. The first time they are compiled takes minutes, the run a second."""
+    build = runpy.run_path(str(SOFTDEV / "build.py"))["build"]
+    build(tree, sanitize=sanitize, folders=(), opapi=True)
+    program = _program("opapi", tree, sanitize, tmp_path, "-lopapi")
+    done = _run(program, LD_LIBRARY_PATH=str(TORCH / "lib"))
+    assert done.returncode == 0 and done.stdout == "done\n", done.stderr[-8000:]
 
 
 def test_a_defect_is_seen(sanitize: str, tmp_path: Path) -> None:
