@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from xmoe import env
-from xmoe.errors import ConfigError, LibraryError
+from xmoe.errors import ConfigError, LibraryError, LibraryNotFound
 from xmoe.kernels.acl import chain, elf, loader, toolkit, versions
 from xmoe.kernels.acl.problems import Code, Problem
 from xmoe.kernels.acl.status import REPEAT_INITIALIZE
@@ -388,6 +388,39 @@ def module_state(name: str) -> ModuleState:
         if state is None:
             state = _states[name] = _import_state(name)
         return state
+
+
+def require_module(name: str, next_step: str) -> None:
+    """Raise LibraryNotFound, with the original error text, unless `module_state` says yes. Local."""
+    state = module_state(name)
+    if not state.available:
+        raise LibraryNotFound(
+            f"{name} cannot be imported: {state.error}; allowed: a complete installation; next: "
+            f"{next_step}"
+        )
+
+
+def require_torch() -> None:
+    """For a command that needs it, before it imports anything that imports torch. Local.
+
+    torch loads device backends while it is imported, and fails with a broken one.
+    """
+    require_module(
+        "torch",
+        "repair what it names; TORCH_DEVICE_BACKEND_AUTOLOAD=0 leaves a broken torch_npu alone",
+    )
+
+
+def leave_alone_if_broken(name: str) -> ModuleState:
+    """Make a module that is found and cannot be imported look absent to everybody. Local.
+
+    For a run that does not need it: libraries try to import what they find and do not expect it to
+    fail.
+    """
+    state = module_state(name)
+    if not state.available:
+        sys.modules[name] = None  # type: ignore[assignment]
+    return state
 
 
 def _import_state(name: str) -> ModuleState:

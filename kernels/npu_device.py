@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from xmoe.errors import AclError, ConfigError, LibraryNotFound, ProcessLost, ProvenanceError
+from xmoe.errors import AclError, ConfigError, ProcessLost, ProvenanceError
 from xmoe.kernels.acl.handles import AclEvent
 from xmoe.kernels.acl.libraries import other_copies
 from xmoe.kernels.acl.status import DEVICE_ERRORS, check, name_of
+from xmoe.kernels.capability import require_module
 from xmoe.kernels.device import Device, Event, Stream
 from xmoe.kernels.ops.workspace import Memory
 
@@ -62,14 +63,13 @@ def require_usable() -> None:
 
 def torch_npu() -> Any:
     """The torch_npu module. Raises LibraryNotFound with the remedy."""
-    try:
-        import torch_npu as module
-    except ImportError as error:
-        raise LibraryNotFound(
-            f"torch_npu cannot be imported: {error}; install it with pip install 'xmoe[npu]', and "
-            "set the CANN environment before Python starts (xmoe device env prints the software "
-            "device's)"
-        ) from error
+    require_module(
+        "torch_npu",
+        "pip install 'xmoe[npu]', and set the CANN environment before Python starts (xmoe device "
+        "env prints the software device's)",
+    )
+    import torch_npu as module
+
     return module
 
 

@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `xmoe` command: finds the sub-command, imports only that one, turns errors into exit codes.
 
-Exit codes: 0 done; 1 the command ran and its answer is no (a check failed); 2 wrong use or a known
-error; 70 a defect of xmoe; 130 interrupted; 141 the reader of our output went away. A command may
-have further ones and then says so in its help.
+Exit codes: 0 yes; 1 the command ran and its answer is no (a check failed); 2 wrong use or a known
+error, a result that cannot be written among them; 70 a defect of xmoe; 130 interrupted; 141 the
+reader of our output went away. A command may have further ones and then says so in its help.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import io
-import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from xmoe import __version__
+from xmoe import __version__, outputs
 from xmoe.errors import XmoeError
 
 EXIT_USAGE = 2
@@ -68,6 +66,13 @@ class _Parser(argparse.ArgumentParser):
             options = [option for action in self._actions for option in action.option_strings]
             self.error(_unknown("argument", unknown[0], options))
         return parsed
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse takes no notice of a message that cannot be written.
+        if file is sys.stdout:
+            outputs.say(message, end="")
+        else:
+            outputs.note(message, end="")
 
 
 def _unknown(kind: str, got: str, allowed: Sequence[str]) -> str:
@@ -126,23 +131,20 @@ def _run(argv: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's) and return the exit code."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A path may hold what the terminal's encoding has no character for.
-        sys.stdout.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if argv is None else list(argv)
     debug = "--debug" in words
     try:
-        code = _run(words)
-        sys.stdout.flush()
+        outputs.begin()
+        try:
+            code = _run(words)
+        except SystemExit as stop:  # argparse: help, version or wrong use
+            code = stop.code if isinstance(stop.code, int) else EXIT_USAGE
+        outputs.flush()
         return code
-    except SystemExit as stop:  # argparse: help, version or wrong use
-        return stop.code if isinstance(stop.code, int) else EXIT_USAGE
     except KeyboardInterrupt:
-        print("xmoe: interrupted", file=sys.stderr)
+        outputs.note("xmoe: interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Python would fail again when it flushes at exit; the reader is gone, so drop the rest.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except XmoeError as error:
         _report(f"xmoe: {error}", debug)
@@ -159,5 +161,5 @@ def _report(message: str, debug: bool) -> None:
     if debug:
         import traceback
 
-        traceback.print_exc()
-    print(message, file=sys.stderr)
+        outputs.note(traceback.format_exc(), end="")
+    outputs.note(message)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import argparse
 import shlex
 
+from xmoe import outputs
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `xmoe device`."""
@@ -19,5 +21,5 @@ def main(args: argparse.Namespace) -> int:
     from xmoe.kernels.softdev import environment
 
     for name, value in sorted(environment().items()):
-        print(f"export {name}={shlex.quote(str(value))}")
+        outputs.say(f"export {name}={shlex.quote(str(value))}")
     return 0

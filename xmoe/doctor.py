@@ -7,14 +7,15 @@ Exit codes: 0 the chain is valid, 1 it is not, 2 bad input.
 from __future__ import annotations
 
 import argparse
-import json
+import importlib.util
 import platform
+import subprocess
 import sys
 from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from xmoe import __version__, env, startup
+from xmoe import __version__, arguments, outputs, startup
 from xmoe.config import XmoeConfig
 from xmoe.errors import UnsupportedError
 from xmoe.facts import facts_of
@@ -30,14 +31,23 @@ EXAMPLE_SHAPES = {
     "Qwen3.5-35B-A3B": MoeShape(hidden=2048, intermediate=512, num_experts=256, topk=8),
     "shipped example": MoeShape(hidden=1024, intermediate=512, num_experts=32, topk=4),
 }
-_PLAIN_WIDTH = 160
+
+
+# torch alone may take long from a cold disk.
+_IMPORT_S = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `xmoe doctor`."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a tree")
+    outputs.add_json(parser)
     parser.add_argument("--device", choices=toolkit.DEVICES, help="instead of XMOE_DEVICE")
-    parser.add_argument("--ep", default=8, metavar="N", help="EP size of the example (default 8)")
+    parser.add_argument(
+        "--ep",
+        type=arguments.of(arguments.EP),
+        default=8,
+        metavar="N",
+        help="EP size of the example (default 8)",
+    )
 
 
 def collect(device: str | None = None, ep_size: int = 8) -> dict[str, Any]:
@@ -50,6 +60,7 @@ def collect(device: str | None = None, ep_size: int = 8) -> dict[str, Any]:
         "valid": found.available,
         **report,
         "versions": _package_versions(),
+        "torch_npu": _torch_npu(),
         "policy": {
             name: _decision(config, found, shape, ep_size) for name, shape in EXAMPLE_SHAPES.items()
         },
@@ -67,6 +78,35 @@ def _package_versions() -> dict[str, str | None]:
     return found
 
 
+def _torch_npu() -> dict[str, Any]:
+    """Whether torch_npu is there, and whether it can be imported.
+
+    Tried in a process of its own: it takes torch with it, and a broken one may do anything.
+    """
+    try:
+        there = importlib.util.find_spec("torch_npu") is not None
+    except (ImportError, ValueError):
+        there = False
+    if not there:
+        return {"found": False, "usable": False, "problem": "not installed"}
+    command = [sys.executable, "-P", "-c", "import torch_npu"]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_IMPORT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        problem = f"its import did not end in {_IMPORT_S} s"
+    else:
+        said = done.stderr.strip().splitlines() or [f"its import ended with {done.returncode}"]
+        problem = said[-1] if done.returncode else ""
+    return {"found": True, "usable": not problem, "problem": problem}
+
+
 def _decision(
     config: XmoeConfig, found: capability.Capability, shape: MoeShape, ep_size: int
 ) -> dict[str, Any]:
@@ -82,22 +122,10 @@ def _decision(
 
 def main(args: argparse.Namespace) -> int:
     """Print the report; 0 when the chain is valid, else 1."""
-    ep_size = int(env.parse_as(env.integer(1), "--ep", args.ep, "correct the command line"))
-    report = collect(args.device, ep_size)
-    if args.json:
-        json.dump(report, sys.stdout, indent=2)
-        print()
-    else:
-        print_tree(report)
+    (target,) = outputs.prepare(("--json", args.json))
+    report = collect(args.device, args.ep)
+    outputs.deliver_report(target, report, lambda: outputs.render(_tree(report)))
     return 0 if report["valid"] else 1
-
-
-def print_tree(report: dict[str, Any]) -> None:
-    """Print a report for people."""
-    from rich.console import Console
-
-    wide = None if sys.stdout.isatty() else _PLAIN_WIDTH
-    Console(width=wide, highlight=False).print(_tree(report))
 
 
 def _tree(report: dict[str, Any]) -> Tree:
@@ -116,6 +144,11 @@ def _tree(report: dict[str, Any]) -> Tree:
         add(root, f"warning: {warning}", "yellow")
     packages = [f"{n} {v or 'not installed'}" for n, v in report["versions"].items()]
     add(root, ", ".join(packages))
+    module = report["torch_npu"]
+    if module["found"] and not module["usable"]:
+        node = add(root, f"torch_npu cannot be imported: {module['problem']}", "yellow")
+        add(node, "next step: repair it, or set the CANN environment it was built for; only npu "
+            "tensors need it")  # fmt: skip
     _add_device(add, root, report)
     _add_chain(add, root, report)
     node = add(root, "policy")

@@ -11,11 +11,10 @@ mean the same wherever they are written.
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from xmoe.errors import ConfigError
 
@@ -24,10 +23,14 @@ Scalar = bool | int | float | str
 
 @dataclass(frozen=True)
 class Kind:
-    """How a value is parsed, and the words that tell a user what is allowed."""
+    """How a value is parsed, and the words that tell a user what is allowed.
+
+    `refused` says of values that somebody may well try why they are not.
+    """
 
     values: str
     parse: Callable[[object], Scalar]
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 def _parse_boolean(value: object) -> bool:
@@ -44,7 +47,7 @@ def _parse_boolean(value: object) -> bool:
 BOOLEAN = Kind("true, false, 1, 0", _parse_boolean)
 
 
-def integer(low: int, high: int | None = None) -> Kind:
+def integer(low: int, high: int) -> Kind:
     """A whole number from `low` to `high` inclusive; text only in plain decimal digits."""
 
     def parse(value: object) -> int:
@@ -52,30 +55,45 @@ def integer(low: int, high: int | None = None) -> Kind:
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError
-        if value < low or (high is not None and value > high):
+        if not low <= value <= high:
             raise ValueError
         return value
 
-    text = f"a whole number, {low} or more" if high is None else f"a whole number, {low} to {high}"
-    return Kind(text, parse)
+    return Kind(f"a whole number, {low} to {high}", parse)
+
+
+def number(low: float, high: float) -> Kind:
+    """A number from `low` to `high` inclusive; text only in decimal notation."""
+    return Kind(f"a number, {low:g} to {high:g}", lambda value: _parse_number(value, low, high))
+
+
+MOST_SECONDS = 1_000_000
+"""ACL's time limits are int32 milliseconds, 24 days."""
 
 
 def seconds() -> Kind:
-    """A positive finite number of seconds."""
+    """A positive number of seconds that every clock and runtime call can hold."""
 
     def parse(value: object) -> float:
-        if isinstance(value, str) and re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
-            value = float(value)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        parsed = _parse_number(value, 0, MOST_SECONDS)
+        if parsed == 0:
             raise ValueError
-        if not math.isfinite(value) or value <= 0:
-            raise ValueError
-        return float(value)
+        return parsed
 
-    return Kind("a number of seconds greater than 0", parse)
+    return Kind(f"a number of seconds above 0, up to {MOST_SECONDS}", parse)
 
 
-def choice(*values: str) -> Kind:
+def _parse_number(value: object, low: float, high: float) -> float:
+    if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]+(\.[0-9]+)?", value):
+        value = float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError
+    if not low <= value <= high:  # compared before it is converted, which too large a number is not
+        raise ValueError
+    return float(value)
+
+
+def choice(*values: str, refused: Mapping[str, str] = {}) -> Kind:
     """One of the given words, spelt exactly so."""
 
     def parse(value: object) -> str:
@@ -85,7 +103,7 @@ def choice(*values: str) -> Kind:
             return str(text)
         raise ValueError
 
-    return Kind(", ".join(values), parse)
+    return Kind(", ".join(values), parse, refused)
 
 
 def _parse_text(value: object) -> str:
@@ -117,6 +135,13 @@ class Variable:
     def values(self) -> str:
         return self.kind.values
 
+
+# As in xmoe.kernels.acl.variants, which is loaded without this package; a test compares them.
+REFUSED_VARIANTS: Mapping[str, str] = {
+    "K": "a document names its attribute combine_comm_mode, but no source read gives the position "
+    "of the new parameter in the argument list",
+    "P0": "a prototype header without weights; no library with it is known",
+}
 
 VARIABLES: tuple[Variable, ...] = (
     Variable(
@@ -151,7 +176,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "XMOE_MAX_TOKENS_PER_RANK",
         "largest number of tokens each rank may bring to mega_moe in a step; not the group's sum",
-        integer(1),
+        integer(1, 1 << 20),
         512,
         "max_tokens_per_rank",
     ),
@@ -165,7 +190,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "XMOE_ABI_VARIANT",
         "ABI variant of aclnnMegaMoe; not set: as found out by the library layer",
-        choice("A", "B", "C", "D", "E", "F", "G", "H", "I", "J"),
+        choice("A", "B", "C", "D", "E", "F", "G", "H", "I", "J", refused=REFUSED_VARIANTS),
         None,
         "abi_variant",
     ),
@@ -230,7 +255,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "XMOE_SPLIT_CHUNK_TOKENS",
         "overlap: tokens of a chunk on the rank that has most; all ranks have as many chunks",
-        integer(1),
+        integer(1, 1 << 20),
         128,
         "split_chunk_tokens",
     ),
@@ -286,6 +311,9 @@ VARIABLES: tuple[Variable, ...] = (
 _BY_NAME: Mapping[str, Variable] = {variable.name: variable for variable in VARIABLES}
 
 
+_MOST_SHOWN = 200
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known word most like `word`; for messages."""
     return max(known, key=lambda name: difflib.SequenceMatcher(None, word, name).ratio())
@@ -296,9 +324,19 @@ def parse_as(kind: Kind, name: str, value: object, next_step: str) -> Scalar:
     try:
         return kind.parse(value)
     except ValueError:
+        why = f": {kind.refused[value]}" if isinstance(value, str) and value in kind.refused else ""
         raise ConfigError(
-            f"{name}={value!r} is not acceptable; allowed: {kind.values}; {next_step}"
+            f"{name}={shown(value)} is not acceptable{why}; allowed: {kind.values}; {next_step}"
         ) from None
+
+
+def shown(value: object) -> str:
+    """A value for a message, however long it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than some thousand digits
+        return "a number of very many digits"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def variable(name: str) -> Variable:

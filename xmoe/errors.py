@@ -4,6 +4,7 @@
     XmoeError
     |-- ConfigError (also ValueError)      a setting, file or argument is wrong
     |   `-- CheckpointError                a model directory is incomplete or mislabelled
+    |-- OutputError                      a result cannot be written where it should go
     |-- UnsupportedError                   the fused path was demanded and a check rejects it
     |-- LibraryError
     |   |-- LibraryNotFound                no file, or it cannot be loaded
@@ -35,6 +36,10 @@ class ConfigError(XmoeError, ValueError):
 
 class CheckpointError(ConfigError):
     """A model directory is incomplete, damaged or not the model it claims to be."""
+
+
+class OutputError(XmoeError):
+    """A result cannot be written where it should go."""
 
 
 class UnsupportedError(XmoeError):

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from xmoe import env, layout
+from xmoe import arguments, env, layout, outputs
 from xmoe.config import XmoeConfig
-from xmoe.errors import ConfigError, LibraryError
+from xmoe.errors import LibraryError
 from xmoe.kernels.acl.quant_modes import PREPARED_QUANTS
 from xmoe.kernels.acl.toolkit import find_toolkit
 from xmoe.kernels.acl.variants import VARIANTS
@@ -34,8 +33,7 @@ from xmoe.types import Mode, MoeShape, Path
 
 ASSUMED_VERSION = "9.1.0"
 ASSUMED_VARIANT = "B"
-EXIT_MEGA_MOE, EXIT_REJECTED, EXIT_BAD_INPUT, EXIT_FUSED_MOE = 0, 1, 2, 3
-_PLAIN_WIDTH = 160
+EXIT_MEGA_MOE, EXIT_REJECTED, EXIT_FUSED_MOE = 0, 1, 3
 # What the loader pads smaller models to; the same numbers as load_model's default.
 WIDEN_TO = (1024, 512)
 # Which assumed facts a check rests on.
@@ -81,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("--model", required=True, metavar="PATH", help="checkpoint directory, or a config.json")
-    add("--ep", required=True, metavar="N", help="ranks of the expert-parallel group")
+    ep = arguments.of(arguments.EP)
+    add("--ep", required=True, type=ep, metavar="N", help="ranks of the expert-parallel group")
     add("--soc", metavar="NAME", help="A2, A3, A5 or a full device name (assumed: A3)")
     add("--operator-version", metavar="V", help=f"operator package (assumed: {ASSUMED_VERSION})")
     add("--profile", metavar="NAME", help="limit profile instead of the one SoC and version choose")
@@ -92,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-widen", action="store_true", help="sizes as stored, without the loader's zero padding"
     )
-    add("--json", action="store_true", help="print JSON instead of a table")
+    outputs.add_json(parser)
 
 
 def explain(args: argparse.Namespace) -> Report:
@@ -100,7 +99,7 @@ def explain(args: argparse.Namespace) -> Report:
     model = read_config(args.model)
     stored = shape_from_config(model)
     shape = widened_shape(stored, plan_widening(stored, None if args.no_widen else WIDEN_TO))
-    ep_size = _whole(args.ep, "--ep")
+    ep_size = args.ep
     config = XmoeConfig.resolve(
         explicit={
             "mode": args.mode,
@@ -127,10 +126,6 @@ def _on_npu() -> tuple[str, ...]:
         return npu_operator_lines(find_toolkit())
     except LibraryError as error:
         return (f"torch operators; {error}",)
-
-
-def _whole(value: object, name: str) -> int:
-    return int(env.parse_as(env.integer(1), name, value, "correct the command line"))
 
 
 def _facts(
@@ -224,13 +219,10 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def _print_table(report: Report) -> None:
-    from rich.console import Console
+def _text(report: Report) -> str:
     from rich.markup import escape
     from rich.table import Table
 
-    # Off a terminal rich takes 80 columns, which cuts limits and sources to pieces.
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
     table = Table(title=escape(_title(report)), title_justify="left", show_lines=False)
     for name in ("check", "result", "value", "limit", "source"):
         table.add_column(name, overflow="fold")
@@ -241,9 +233,7 @@ def _print_table(report: Report) -> None:
             value += " (assumed)"
         outcome = f"[{style[check.passed]}]{text.outcome(check)}[/]"
         table.add_row(check.code, outcome, *map(escape, (value, check.limit, check.source)))
-    console.print(table)
-    for line in _footer(report):
-        console.print(escape(line))
+    return outputs.render(table, *map(escape, _footer(report)))
 
 
 def _title(report: Report) -> str:
@@ -273,13 +263,7 @@ def _footer(report: Report) -> list[str]:
 
 def main(args: argparse.Namespace) -> int:
     """Print the report and return the exit code."""
-    try:
-        report = explain(args)
-    except ConfigError as error:
-        print(f"xmoe explain: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    if args.json:
-        print(json.dumps(as_json(report), indent=2))
-    else:
-        _print_table(report)
+    (target,) = outputs.prepare(("--json", args.json))
+    report = explain(args)
+    outputs.deliver_report(target, as_json(report), lambda: _text(report))
     return report.exit_code

@@ -4,12 +4,12 @@ guess of a size shows up as noise in the answers, a missing key shows up here.""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from xmoe.errors import CheckpointError, ConfigError
+from xmoe.inputs import read_json
 from xmoe.types import MoeShape
 
 MODEL_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text")
@@ -18,6 +18,8 @@ LAYER_TYPES = ("linear_attention", "full_attention")
 # Activations under their config name -> the name of the gated form.
 _GATED = {"silu": "swiglu", "swish": "swiglu"}
 _UNQUANTISED = (None, "", "none", "null")
+# The largest known has some thousand bytes; what has more is another file.
+_MOST_BYTES = 16 << 20
 _QUANT = ("w8a8", "w4a8", "mxfp8", "mxfp4")
 
 
@@ -31,17 +33,12 @@ def read_config(path: Path | str) -> dict[str, Any]:
     if file.is_dir():
         file = file / "config.json"
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = read_json(file, "download it again", error=CheckpointError, most_bytes=_MOST_BYTES)
     except FileNotFoundError:
         raise CheckpointError(
             f"no config.json: {file} does not exist; a model directory holds config.json and "
             "safetensors files; check the path"
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read as JSON: {error}; a JSON object is needed; "
-            "download the file again"
-        ) from error
     if not isinstance(value, dict):
         raise CheckpointError(
             f"{file} holds a {type(value).__name__}; a JSON object is needed; "

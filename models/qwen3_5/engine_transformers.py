@@ -231,7 +231,7 @@ def load_model(
                 _use_device_router(block.mlp.gate)
     if attention is not None:
         model.set_attn_implementation(attention)
-    tokenizer, notice = _load_tokenizer(Path(model_dir))
+    tokenizer, notice = load_tokenizer(Path(model_dir))
     return LoadedModel(
         model=model.eval(),
         tokenizer=tokenizer,
@@ -288,7 +288,8 @@ def _empty_model(text: dict[str, Any], plan: Widening | None) -> Any:
     return model
 
 
-def _load_tokenizer(directory: Path) -> tuple[Any, tuple[str, ...]]:
+def load_tokenizer(directory: Path) -> tuple[Any, tuple[str, ...]]:
+    """transformers' tokenizer of a model directory, or None, and notices. Local."""
     if not (directory / "tokenizer_config.json").exists():
         return None, ("no tokenizer_config.json: prompts must be given as token ids",)
     from transformers import AutoTokenizer

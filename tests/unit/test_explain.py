@@ -93,12 +93,16 @@ def test_exit_codes(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--ep", "eight"), "--ep='eight'"),
-        (("--ep", "0"), "--ep='0'"),
+        (
+            ("--ep", "eight"),
+            "argument --ep: 'eight' is not acceptable; allowed: a whole number, 1 to 65536",
+        ),
+        (("--ep", "0"), "argument --ep: '0'"),
         (("--ep", "8", "--mode", "ON"), "mode='ON' is not acceptable; allowed: off, auto, on"),
         (("--ep", "8", "--max-tokens", "-3"), "max_tokens_per_rank='-3'"),
         (("--ep", "8", "--profile", "a3-sead"), "nearest: a3-seed"),
-        (("--ep", "8", "--abi-variant", "K"), "abi_variant='K'"),
+        (("--ep", "9" * 23), "allowed: a whole number, 1 to 65536"),
+        (("--ep", "8", "--abi-variant", "K"), "abi_variant='K' is not acceptable: a document"),
         ((), "--ep"),
         (("--ep", "8", "--max-token", "3"), "--max-tokens"),
     ],
@@ -129,7 +133,7 @@ def test_missing_file_and_wrong_file(capsys: pytest.CaptureFixture[str], tmp_pat
     (tmp_path / "config.json").write_text("{")
     assert run(tmp_path, "--ep", "8") == 2
     assert run(tmp_path / "config.json", "--ep", "8") == 2
-    assert capsys.readouterr().err.count("xmoe explain: ") == 3
+    assert capsys.readouterr().err.count("xmoe: ") == 3
 
 
 def test_every_check_is_in_the_table_and_assumptions_are_marked(

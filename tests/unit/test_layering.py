@@ -23,6 +23,9 @@ VALUES = frozenset(
         "xmoe.config",
         "xmoe.layout",
         "xmoe.multistream",
+        "xmoe.arguments",
+        "xmoe.inputs",
+        "xmoe.outputs",
     }
 )
 ACL = frozenset({"xmoe.kernels.acl"})
@@ -79,6 +82,7 @@ LAYERS = {
         )
         for unit in DEPLOYMENT
     },
+    "xmoe.outputs": Layer(VALUES, frozenset({"rich"})),
     "xmoe.pipeline.timeline": Layer(VALUES | PIPELINE, frozenset({"matplotlib"})),
     "xmoe.facts": Layer(VALUES | ACL | {"xmoe.kernels.capability", "xmoe.policy"}),
     **{

@@ -76,7 +76,7 @@ def test_switches_of_earlier_connectors_name_the_new_one(key):
         ({"trace": "yes"}, "true, false"),
         ({"roles": []}, "ffn, attention"),
         ({"roles": ["attn"]}, "ffn, attention"),
-        ({"shutdown_timeout_s": 0}, "greater than 0"),
+        ({"shutdown_timeout_s": 0}, "above 0"),
         ({"mode": "overlap", "max_inflight": 3, "event_ring": 8}, "9 or more"),
         ({"fence": "device"}, "none, step, item"),
         (["overlap"], "an object"),

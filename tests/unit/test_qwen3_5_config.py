@@ -110,7 +110,7 @@ def test_experts_of_a_rank() -> None:
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff\xfe"])
 def test_an_unreadable_file_is_a_checkpoint_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match="JSON object is needed"):
+    with pytest.raises(CheckpointError, match="JSON"):
         reader.read_config(tmp_path)
 
 

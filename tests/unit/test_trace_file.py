@@ -207,7 +207,7 @@ def test_a_file_with_something_wrong_is_one_clear_error(
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [("{", "is not JSON"), ("[]", "traceEvents"), ("\ud800", "not JSON")]
+    ("text", "told"), [("{", "read as JSON"), ("[]", "traceEvents"), ("\ud800", "read as JSON")]
 )
 def test_what_is_no_trace_at_all_is_refused(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "trace.json"
@@ -217,5 +217,5 @@ def test_what_is_no_trace_at_all_is_refused(tmp_path: Path, text: str, told: str
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="does not exist"):
         read(tmp_path / "none.json")

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 
+from xmoe import arguments, env, outputs
+
 __all__ = ["add_arguments", "main"]
 
 
@@ -25,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ep",
         default=2,
         type=int,
+        choices=(2, 4, 8, 16, 32),
         metavar="N",
         help="ranks for the cases that need a group: 2, 4, 8, 16 or 32 (default 2)",
     )
@@ -51,11 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deadline",
         default=60.0,
-        type=float,
+        type=arguments.of(env.seconds()),
         metavar="S",
         help="seconds one case may take (default 60)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the results there; - for the output")
+    outputs.add_json(parser)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+from xmoe import outputs
 from xmoe.conformance.case import Case, Result, Verdict
 from xmoe.conformance.run import SOFTWARE
 
 NOTE = "software device: nothing here was run on an NPU"
 _COLOURS = {Verdict.PASS: "green", Verdict.FAIL: "red", Verdict.SKIP: "yellow"}
-_PLAIN_WIDTH = 200
 
 
 def document(
@@ -36,24 +34,15 @@ def document(
     }
 
 
-def write_json(found: dict[str, Any], where: str) -> None:
-    """Write to a file, or to the standard output for "-"."""
-    text = json.dumps(found, indent=2) + "\n"
-    if where == "-":
-        sys.stdout.write(text)
-    else:
-        Path(where).write_text(text)
-
-
 def progress() -> Callable[[Result], None]:
-    """Prints each failure as it is found; a line that counts on a terminal."""
+    """A line that counts, on a terminal."""
     done = 0
 
     def on_result(result: Result) -> None:
         nonlocal done
         done += 1
         if sys.stderr.isatty():
-            print(f"\r{done} cases, {result.name:<40}", end="", file=sys.stderr, flush=True)
+            outputs.note(f"\r{done} cases, {result.name:<40}", end="")
 
     return on_result
 
@@ -66,34 +55,25 @@ def print_list(cases: Sequence[Case]) -> None:
     for one in cases:
         ranks = ("all" if one.ranks else "1") + (", harmful" if one.harmful else "")
         table.add_row(one.name, ranks, one.meaning, one.relies)
-    _console().print(table)
+    outputs.say(outputs.render(table), end="")
 
 
-def print_table(found: dict[str, Any]) -> None:
+def table(found: dict[str, Any]) -> str:
     """The table, and one closing line."""
     from rich.markup import escape
     from rich.table import Table
 
     if sys.stderr.isatty():
-        print(file=sys.stderr)
-    table = Table("case", "device", "result", "evidence or reason")
+        outputs.note("")
+    rows = Table("case", "device", "result", "evidence or reason")
     for one in found["results"]:
         colour = _COLOURS[Verdict(one["verdict"])]
         result = f"[{colour}]{one['verdict']}[/]"
-        table.add_row(one["name"], one["device"], result, escape(one["evidence"]))
-    console = _console()
-    console.print(table)
+        rows.add_row(one["name"], one["device"], result, escape(one["evidence"]))
     counts = found["counts"]
-    console.print(
+    summary = (
         f"{counts['pass']} passed, {counts['fail']} failed, {counts['skip']} skipped on "
         f"{found['device']} with {found['ranks']} ranks and {found['tensors']} tensors "
         f"in {found['seconds']} s"
     )
-    if found["note"]:
-        console.print(found["note"])
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+    return outputs.render(rows, *filter(None, (escape(summary), escape(found["note"]))))

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from xmoe import outputs
 from xmoe.conformance.case import Case, Deviation, NotHere, Result, Verdict, all_cases
 from xmoe.errors import ConfigError, XmoeError
+from xmoe.kernels.capability import require_torch
 from xmoe.ranks import RankContext, RanksFailed, run_ranks
 
 SOFTWARE = "software device"
-RANKS = (2, 4, 8, 16, 32)
 
 
 def command(args: argparse.Namespace) -> int:
@@ -28,13 +29,10 @@ def command(args: argparse.Namespace) -> int:
     if args.list:
         report.print_list(cases)
         return 0
-    if args.ep not in RANKS:
-        raise ConfigError(
-            f"--ep {args.ep}; allowed: {', '.join(map(str, RANKS))}; next: take what the machine "
-            "has devices for"
-        )
+    require_torch()
+    (target,) = outputs.prepare(("--json", args.json))
     begin = time.monotonic()
-    device = identify(args.device, args.deadline)
+    device = identify(args.device, args.deadline, args.tensors)
     results = run_cases(
         cases,
         device,
@@ -46,10 +44,7 @@ def command(args: argparse.Namespace) -> int:
         args.tensors,
     )
     document = report.document(device, args.tensors, args.ep, results, time.monotonic() - begin)
-    if args.json:
-        report.write_json(document, args.json)
-    if args.json != "-":
-        report.print_table(document)
+    outputs.deliver_report(target, document, lambda: report.table(document))
     return 0 if document["passed"] else 1
 
 
@@ -72,19 +67,23 @@ def choose(cases: Sequence[Case], only: Sequence[str]) -> tuple[Case, ...]:
     return tuple(case for case in cases if case in chosen)
 
 
-def identify(device: str | None, deadline_s: float = 60.0) -> str:
+def identify(device: str | None, deadline_s: float = 60.0, tensors: str = "acl") -> str:
     """What the results are to be attributed to: the software device, or the SoC's name.
 
     Raises:
-        XmoeError: no device, or it does not answer.
+        XmoeError: no device, or it does not answer; no torch_npu where its tensors are wanted.
     """
-    name: str = run_ranks(_identify, 1, device, silence_s=deadline_s)[0]
+    name: str = run_ranks(_identify, 1, device, tensors, silence_s=deadline_s)[0]
     return name
 
 
-def _identify(context: RankContext, device: str | None) -> str:
+def _identify(context: RankContext, device: str | None, tensors: str) -> str:
     from xmoe.conformance.session import Session
 
+    if tensors == "npu":
+        from xmoe.kernels.npu_device import torch_npu
+
+        torch_npu()
     session = Session(device)
     if session.soft:
         return SOFTWARE

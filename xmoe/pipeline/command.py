@@ -34,12 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run = actions.add_parser("run", help="run both roles on forked ranks", allow_abbrev=False)
     run.add_argument("--connector", choices=("camp2p", "camasync"), required=True)
     run.add_argument("--mode", choices=("serial", "overlap", "both"), default="both")
-    run.add_argument("--attn", type=_number("attn"), default=2, metavar="N", help="Attention ranks (2)")
+    run.add_argument(
+        "--attn", type=_number("attn"), default=2, metavar="N", help="Attention ranks (2)"
+    )
     run.add_argument("--ffn", type=_number("ffn"), default=1, metavar="M", help="FFN ranks (1)")
-    run.add_argument("--layers", type=_number("layers"), default=4, metavar="L", help="MoE layers (4)")
+    run.add_argument(
+        "--layers", type=_number("layers"), default=4, metavar="L", help="MoE layers (4)"
+    )
     run.add_argument("--stages", type=_number("stages"), help="micro-batches (2; camasync: 1)")
-    run.add_argument("--steps", type=_number("steps"), default=3, help="steps, the first one warms up (3)")
-    run.add_argument("--tokens", type=_number("tokens"), default=32, help="per Attention rank and stage (32)")
+    run.add_argument(
+        "--steps", type=_number("steps"), default=3, help="steps, the first one warms up (3)"
+    )
+    run.add_argument(
+        "--tokens", type=_number("tokens"), default=32, help="per Attention rank and stage (32)"
+    )
     run.add_argument("--uneven", action="store_true", help="one token fewer on every second rank")
     run.add_argument("--hidden", type=_number("hidden"), default=64, help="hidden size (64)")
     run.add_argument("--topk", type=_number("topk"), default=2, help="experts per token (2)")
@@ -53,23 +61,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--routing", choices=("mixed", "skewed", "one", "low"), help="camasync: (mixed)"
     )
     run.add_argument("--dynamic-quant", action="store_true", help="int8 rows (camasync)")
-    run.add_argument("--compute-us", type=_number("compute_us"), default=200, help="FFN kernel time (200)")
-    run.add_argument("--attention-us", type=_number("attention_us"), default=200, help="Attention kernel time (200)")
+    run.add_argument(
+        "--compute-us", type=_number("compute_us"), default=200, help="FFN kernel time (200)"
+    )
+    run.add_argument(
+        "--attention-us",
+        type=_number("attention_us"),
+        default=200,
+        help="Attention kernel time (200)",
+    )
     slots = arguments.of(env.integer(1, MAX_INFLIGHT))
     run.add_argument("--max-inflight", type=slots, help="slots in overlap mode (3)")
     run.add_argument("--gate", choices=[g.value for g in RecvGate], help="before a receive")
     run.add_argument("--fence", choices=[f.value for f in HostFence], default="step")
-    run.add_argument(
-        "--roles", choices=("ffn", "both"), help="sides that overlap (ffn)"
-    )
+    run.add_argument("--roles", choices=("ffn", "both"), help="sides that overlap (ffn)")
     run.add_argument(
         "--multistream", metavar="JSON", help="further settings, as in the configuration"
     )
     run.add_argument(
         "--device", choices=("host", "npu"), default="host", help="whose tensors (host: the CPU's)"
     )
-    run.add_argument("--buffer-mb", type=_number("buffer_mb"), default=16, help="half of a group's window (16)")
-    run.add_argument("--timeout", type=_number("timeout_s"), default=30.0, help="seconds for one wait (30)")
+    run.add_argument(
+        "--buffer-mb", type=_number("buffer_mb"), default=16, help="half of a group's window (16)"
+    )
+    run.add_argument(
+        "--timeout", type=_number("timeout_s"), default=30.0, help="seconds for one wait (30)"
+    )
     run.add_argument("--trace", metavar="FILE", help="write a Chrome trace")
     outputs.add_json(run)
     more.add_actions(actions)
@@ -109,9 +126,7 @@ def spec_of(args: argparse.Namespace) -> Any:
     }
     if not p2p:
         itemsize = 1 if args.dynamic_quant else 2
-        settings["memory_budget_bytes"] = (
-            receive_capacity() * args.hidden * itemsize * slots
-        )
+        settings["memory_budget_bytes"] = receive_capacity() * args.hidden * itemsize * slots
     settings.update(_further(args.multistream))
     return RunSpec(
         connector=args.connector,
@@ -164,6 +179,9 @@ def main(args: argparse.Namespace) -> int:
     """Run it. 0: done, and with both modes their outputs are equal bit for bit; 1: they are not."""
     if args.action != "run":
         return more.main(args)
+    from xmoe.kernels.capability import require_torch
+
+    require_torch()
     from xmoe.pipeline.overlap import figures
     from xmoe.pipeline.report import report, trace_of
     from xmoe.pipeline.run import check, run

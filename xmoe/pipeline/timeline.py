@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from xmoe.errors import ConfigError
+from xmoe.outputs import Output
 from xmoe.pipeline.trace import HOST, WAIT, WORK, Span, Trace
 
 _SHOWN = ("recv", "compute", "send", "main")
@@ -17,7 +19,7 @@ _MOST_SPANS = 6000
 
 def draw(
     trace: Trace,
-    picture: Path,
+    picture: Output | Path,
     *,
     mode: str | None = None,
     limits_ms: tuple[float | None, float | None] = (None, None),
@@ -26,13 +28,11 @@ def draw(
     """Write the picture of the trace, or of one mode or a part of it.
 
     Raises:
-        ConfigError: matplotlib is missing, nothing to draw, too much to see, or another file type.
+        ConfigError: matplotlib is missing, nothing to draw, or too much to see.
+        OutputError: the picture cannot be written.
     """
     spans, processes = _select(trace, mode, limits_ms)
-    if picture.suffix.lower() != ".png":
-        raise ConfigError(
-            f"picture {picture}; allowed: a name that ends with .png; next: correct it"
-        )
+    output = Output("picture", picture) if isinstance(picture, Path) else picture
     figure_class, patch_class = _matplotlib()
     rows = [
         (process, track)
@@ -54,11 +54,14 @@ def draw(
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, (end - begin) / 1e3)
     axes.set_xlabel("ms")
-    axes.set_title(title or _title(trace), fontsize=9)
+    # A user's text is no formula, whatever signs it has.
+    axes.set_title(title or _title(trace), fontsize=9, parse_math=False)
     handles = [patch_class(color=colour, label=phase) for phase, colour in _COLOURS.items()]
     handles.append(patch_class(facecolor="white", edgecolor="#888888", hatch="////", label="wait"))
     figure.legend(handles=handles, loc="outside lower right", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(picture, dpi=90, pil_kwargs={"optimize": True})
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=90, pil_kwargs={"optimize": True})
+    output.write(drawn.getvalue())
 
 
 def _select(

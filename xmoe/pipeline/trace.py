@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xmoe.errors import ConfigError
+from xmoe.inputs import read_json
+from xmoe.outputs import Output
 from xmoe.pipeline.items import PhaseKind, TraceEntry
 
 if TYPE_CHECKING:
@@ -265,11 +267,14 @@ def _meta(kind: str, process: int, tid: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": process, "tid": tid, "args": args}
 
 
-def write(trace: Trace, path: Path) -> None:
-    """Write the file; readers never see half of it."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(to_json(trace), separators=(",", ":")) + "\n", encoding="utf-8")
-    part.replace(path)
+def write(trace: Trace, file: Output | Path) -> None:
+    """Write the file; readers never see half of it.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    output = Output("trace", file) if isinstance(file, Path) else file
+    output.write(json.dumps(to_json(trace), separators=(",", ":")) + "\n")
 
 
 def read(path: Path) -> Trace:
@@ -279,13 +284,9 @@ def read(path: Path) -> Trace:
         ConfigError: not readable, not JSON, or not such a trace: the first thing that is wrong.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read ({error.strerror}); allowed: a trace file; next: check the path"
-        ) from error
-    except ValueError as error:
-        raise _bad(path, f"is not JSON ({error})") from error
+        data = read_json(path, "check the path, or make a new one with `pipeline run --trace`")
+    except FileNotFoundError:
+        raise _bad(path, "does not exist") from None
     if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
         raise _bad(path, 'has no list "traceEvents"')
     about = data.get("otherData")
