@@ -82,20 +82,6 @@ class Decision:
         """One line of JSON; equal decisions give equal text."""
         return json.dumps(asdict(self), sort_keys=True)
 
-    @classmethod
-    def from_json(cls, text: str) -> Decision:
-        """Inverse of `to_json`."""
-        try:
-            values = json.loads(text)
-            checks = tuple(Check(**check) for check in values.pop("checks"))
-            path, mode = Path(values.pop("path")), Mode(values.pop("mode"))
-            return cls(path=path, mode=mode, checks=checks, **values)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"the text is not a Decision ({error}); allowed: what to_json wrote; "
-                f"use one version of xmoe on all ranks"
-            ) from None
-
     def digest(self) -> str:
         """SHA-256 of `to_json()`: ranks with equal digests decided alike, for the same reasons."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()

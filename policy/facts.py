@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from xmoe.errors import ConfigError
@@ -50,21 +50,6 @@ class Facts:
     def to_json(self) -> str:
         """One line of JSON; equal facts give equal text."""
         return json.dumps(asdict(self), sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> Facts:
-        """Inverse of `to_json`."""
-        values: dict[str, Any] = json.loads(text)
-        unknown = set(values) - {f.name for f in fields(cls)}
-        if unknown:
-            raise ConfigError(
-                f"facts hold unknown fields {sorted(unknown)}; allowed: those of Facts; "
-                f"use one version of xmoe on all ranks"
-            )
-        for name, value in values.items():
-            if isinstance(value, list):
-                values[name] = tuple(value)
-        return cls(**values)
 
 
 # Facts that must be equal: they are baked into the launch or into what the group agreed on.

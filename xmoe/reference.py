@@ -8,6 +8,8 @@ be from it is stated by `bf16_error_bound` and `BF16_ROW_TOLERANCE` instead.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -58,8 +60,9 @@ def moe_reference(
     gate_up: Array,
     down: Array,
     activation_clamp: float | None = None,
+    activation: str = "swiglu",
 ) -> Float64:
-    """Computes `y[t] = sum_k w[t, k] * (silu(gate) * up) @ down[e]`, float64, k rising. Local.
+    """Computes `y[t] = sum_k w[t, k] * (act(gate) * up) @ down[e]`, float64, k rising. Local.
 
     Args:
         x: [T, H] tokens; any real dtype, read as float64.
@@ -68,16 +71,22 @@ def moe_reference(
         gate_up: [E, H, 2I]; columns [0, I) are the gate, [I, 2I) the up projection.
         down: [E, I, H].
         activation_clamp: c > 0 bounds gate to (-inf, c] and up to [-c, c]; None or 0 = no bound.
+        activation: "swiglu" (or silu, swish), "geglu" (gelu), "geglu_tanh" (gelu_pytorch_tanh).
 
     Returns:
         y [T, H] float64, a new array.
 
     Raises:
-        ValueError: shapes do not fit together, or an id is outside -1..E-1.
+        ValueError: shapes do not fit together, an id is outside -1..E-1, or the activation is not
+            one of these.
     """
     tokens, ids, weights, experts = _checked(x, topk_ids, topk_weights, gate_up, down)
+    if activation not in _GATES:
+        raise ValueError(f"activation {activation!r} is unknown; known are {', '.join(_GATES)}")
     y = np.zeros(tokens.shape, dtype=np.float64)
-    hidden_by_expert = _outputs_by_expert(tokens, ids, experts, gate_up, down, activation_clamp)
+    hidden_by_expert = _outputs_by_expert(
+        tokens, ids, experts, gate_up, down, activation_clamp, _GATES[activation]
+    )
     for k in range(ids.shape[1]):
         for expert, (rows, outputs) in hidden_by_expert.items():
             chosen = ids[rows, k] == expert
@@ -240,6 +249,7 @@ def _outputs_by_expert(
     gate_up: Array,
     down: Array,
     clamp: float | None,
+    gate_of: Callable[[Float64], Float64],
 ) -> dict[int, tuple[npt.NDArray[np.intp], Float64]]:
     """For each expert in use: the rows that name it and its output for each of them."""
     result = {}
@@ -250,13 +260,30 @@ def _outputs_by_expert(
         w2 = np.asarray(down[expert], dtype=np.float64)
         first = tokens[rows] @ np.asarray(gate_up[expert], dtype=np.float64)
         gate, up = _clamped(first[:, : w2.shape[0]], first[:, w2.shape[0] :], clamp)
-        result[expert] = (rows, np.asarray((_silu(gate) * up) @ w2, dtype=np.float64))
+        result[expert] = (rows, np.asarray((gate_of(gate) * up) @ w2, dtype=np.float64))
     return result
 
 
 def _silu(value: Float64) -> Float64:
     with np.errstate(over="ignore"):  # exp(-value) may be inf: value / inf = 0 is the right limit
         return np.asarray(value / (1.0 + np.exp(-value)), dtype=np.float64)
+
+
+def _gelu(value: Float64) -> Float64:
+    return np.asarray(0.5 * value * (1.0 + _erf(value / math.sqrt(2.0))), dtype=np.float64)
+
+
+def _gelu_tanh(value: Float64) -> Float64:
+    inner = math.sqrt(2.0 / math.pi) * (value + 0.044715 * value**3)
+    return np.asarray(0.5 * value * (1.0 + np.tanh(inner)), dtype=np.float64)
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+_GATES: dict[str, Callable[[Float64], Float64]] = {
+    **dict.fromkeys(("swiglu", "silu", "swish"), _silu),
+    **dict.fromkeys(("geglu", "gelu"), _gelu),
+    **dict.fromkeys(("geglu_tanh", "gelu_pytorch_tanh"), _gelu_tanh),
+}
 
 
 def _clamped(gate: Float64, up: Float64, clamp: float | None) -> tuple[Float64, Float64]:

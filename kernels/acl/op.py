@@ -17,7 +17,7 @@ import contextlib
 import difflib
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from xmoe.errors import ConfigError, UnsupportedError
@@ -189,24 +189,6 @@ def _launch(prepared: PreparedCall, address: int, queue: int) -> None:
         cast("aclrtStream", queue),
     )
     check(runtime, status, LAUNCH_CALL)
-
-
-def launch_mega_moe(
-    runtime: Runtime,
-    symbols: MegaMoeSymbols,
-    args: Mapping[str, object],
-    stream: int | AclStream,
-    workspace_provider: Callable[[int], int | OwnedHandle],
-) -> int:
-    """Both phases. `workspace_provider(bytes)` gives device memory; it is not asked for 0 bytes.
-
-    Returns the workspace size. Raises as `prepare` and `launch` do. Descriptors in `args` may be
-    closed afterwards; the memory behind them may not, see `launch`.
-    """
-    with prepare(runtime, symbols, args) as prepared:
-        size = prepared.workspace_bytes
-        launch(prepared, workspace_provider(size) if size else None, stream)
-        return size
 
 
 def check_arguments(variant: Variant, args: Mapping[str, object]) -> None:

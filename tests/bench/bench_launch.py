@@ -188,6 +188,7 @@ def run(adaptor: str, rounds: int, patience_s: float) -> dict[str, Any]:
             "plan_reused_executor_moving_tensors": (reusing.moving_tensors(), FAST),
             "operator_allocating": (plain.operator(), FAST),
             "operator_allocating_reused_executor": (reusing.operator(), FAST),
+            "operator": (plain.given(), FAST),
             "whole_path_with_fence": (plain.whole(), FAST),
         }
         scratch = case.steps[1].counts

@@ -247,15 +247,21 @@ class Ours:
         batch = TokenBatch(step.x, step.ids, step.weights)
         return lambda: self.op.launch(batch, self.case.stream)
 
+    def given(self) -> Launch:
+        """Checks, stale guards, plan, into memory that exists: as a layer launches."""
+        step = self.case.steps[0]
+        batch = TokenBatch(step.x, step.ids, step.weights)
+        return lambda: self.op.launch(batch, self.case.stream, output=step.y, counts=step.counts)
+
     def whole(self) -> Launch:
-        """What a resource does around the operator: bind the device, fence, record."""
+        """What a resource does around `given`: bind the device, fence, record."""
         step = self.case.steps[0]
         batch = TokenBatch(step.x, step.ids, step.weights)
         device, fence, stream = self.case.device, self.fence, self.case.stream
 
         def launch() -> None:
             with device.bind(), fence.acquire(stream) as lease:
-                self.op.launch(batch, stream)
+                self.op.launch(batch, stream, output=step.y, counts=step.counts)
                 lease.record()
 
         return launch

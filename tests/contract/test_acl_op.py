@@ -92,24 +92,27 @@ close(); say(seen)
     assert run_child(code, env) == [3, -1, 1, -2, 2]
 
 
-def test_no_workspace_is_asked_for_when_none_is_needed(env: dict[str, str]) -> None:
+def test_no_workspace_is_needed_when_none_is_asked_for(env: dict[str, str]) -> None:
     code = (
         START
         + """
 ctypes.c_uint64.in_dll(stub, "bytes").value = 0
-asked = []
-op.launch_mega_moe(runtime, symbols, args, 1, asked.append)
-close(); say([asked, number("launches").value])
+with op.prepare(runtime, symbols, args) as prepared:
+    op.launch(prepared, None, 1)
+close(); say([prepared.workspace_bytes, number("launches").value])
 """
     )
-    assert run_child(code, env) == [[], 1]
+    assert run_child(code, env) == [0, 1]
 
 
 def test_failures_of_each_phase_are_named(env: dict[str, str]) -> None:
     code = (
         START
         + """
-go = lambda: op.launch_mega_moe(runtime, symbols, args, 1, lambda n: 64)
+def both(workspace):
+    with op.prepare(runtime, symbols, args) as prepared:
+        op.launch(prepared, workspace, 1)
+go = lambda: both(64)
 number("result").value = 561002
 seen = [refused(go)]
 number("result").value = 0; number("empty").value = 1
@@ -117,9 +120,7 @@ seen.append(refused(go))
 number("empty").value = 0; number("launch_result").value = 561103
 seen.append(refused(go))
 number("launch_result").value = 0
-def fail(n):
-    raise ConfigError("no memory")
-seen += [refused(lambda: op.launch_mega_moe(runtime, symbols, args, 1, fail)),
+seen += [refused(lambda: both(None)),
          number("executors", nnop).value, refused(go)]
 close(); say(seen)
 """
@@ -128,7 +129,7 @@ close(); say(seen)
     assert phase1.startswith("AclError: aclnnMegaMoeGetWorkspaceSize returned 561002")
     assert "561101" in no_executor
     assert phase2.startswith("AclError: aclnnMegaMoe returned 561103")
-    assert workspace.endswith("no memory") and destroyed == -1 and good == ""
+    assert "got no workspace; allowed: " in workspace and destroyed == -1 and good == ""
 
 
 def test_wrong_types_are_refused_by_name(env: dict[str, str]) -> None:

@@ -132,7 +132,9 @@ with contextlib.ExitStack() as stack:
             args[param.key] = (7.25, 1.5)
     for key, value in args.items():
         handles[key] = getattr(value, "handle", value)
-    size = op.launch_mega_moe(runtime, symbols, args, 0x5150, lambda n: 0xABC0)
+    with op.prepare(runtime, symbols, args) as prepared:
+        size = prepared.workspace_bytes
+        op.launch(prepared, 0xABC0, 0x5150)
 library = ctypes.CDLL(str(symbols.library.path))
 class Slot(ctypes.Structure):
     _fields_ = [("i", ctypes.c_int64), ("f", ctypes.c_double), ("s", ctypes.c_char * 64)]

@@ -62,14 +62,14 @@ def anew(me, op, tokens, mask=None):
                 TensorDesc(runtime, tensor.data_ptr(), tuple(tensor.shape),
                            dtype=str(tensor.dtype))
             )  # fmt: skip
-        memory = []
 
         def scratch(nbytes):
-            memory.append(keep.enter_context(DeviceMemory(runtime, nbytes)))
-            return memory[0]
+            return keep.enter_context(DeviceMemory(runtime, nbytes))
 
         def queue(queue_stream):
-            two_phase.launch_mega_moe(runtime, op._symbols, args, queue_stream.handle(), scratch)
+            with two_phase.prepare(runtime, op._symbols, args) as prepared:
+                memory = scratch(prepared.workspace_bytes)
+                two_phase.launch(prepared, memory, queue_stream.handle())
 
         me.resource.launch(stream, queue)
         with me.device.bind():

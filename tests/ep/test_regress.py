@@ -41,6 +41,7 @@ def test_shipped_checkpoint_answers_right_and_alike(tmp_path: Path, ep_size: int
         "identical",
         "right",
         "reference",
+        "expert ids",
         "expert bytes",
         "error scan",
         "released",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from xmoe.cli import main
 from xmoe.errors import ConfigError
 from xmoe.regress import add_arguments, checks, report
 from xmoe.regress.plan import Plan, expected_answer, plan_from_args
 from xmoe.regress.rank import Capture, RankReport
 from xmoe.regress.stored import StoredExperts
-from xmoe.types import FenceMode
+from xmoe.types import FenceMode, MoeShape
 from xmoe.types import Path as MoePath
 
 PROMPTS = ("123加456等于多少？", "What is 123 plus 456?")
@@ -104,9 +106,13 @@ def test_same_wrong_answer_everywhere_is_identical_but_not_right() -> None:
     assert verdicts == {"identical": True, "right": False}
 
 
-def _stored(folder: Path, fused: bool = True) -> StoredExperts:
+SHAPE = MoeShape(hidden=8, intermediate=3, num_experts=4, topk=2)
+
+
+def _stored(folder: Path, fused: bool = True, interleaved: bool = False) -> StoredExperts:
     torch.manual_seed(3)
     gate_up, down = torch.randn(4, 6, 8), torch.randn(4, 8, 3)
+    text: dict[str, object] = {"hidden_size": 8}
     prefix = "model.language_model.layers.0.mlp.experts."
     tensors = {prefix + "gate_up_proj": gate_up, prefix + "down_proj": down}
     if not fused:
@@ -116,12 +122,20 @@ def _stored(folder: Path, fused: bool = True) -> StoredExperts:
             tensors[name + "gate_proj.weight"] = gate_up[expert, :3].clone()
             tensors[name + "up_proj.weight"] = gate_up[expert, 3:].clone()
             tensors[name + "down_proj.weight"] = down[expert].clone()
+    if interleaved:
+        mixed = torch.stack([gate_up[:, :3], gate_up[:, 3:]], dim=2).reshape(4, 6, 8)
+        tensors[prefix + "gate_up_proj"] = mixed.contiguous()
+        text["gate_up_layout"] = "interleaved"
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"text_config": {"hidden_size": 8}}))
+    (folder / "config.json").write_text(json.dumps({"text_config": text}))
     return StoredExperts(str(folder))
 
 
-def _capture(stored: StoredExperts, wide: int = 10) -> Capture:
+def _silu(gate: np.ndarray) -> np.ndarray:
+    return gate / (1 + np.exp(-gate))
+
+
+def _capture(stored: StoredExperts, wide: int = 10, act=_silu, clamp: float = 1e9) -> Capture:
     rng = np.random.default_rng(5)
     x = np.zeros((5, wide), np.float32)
     x[:, :8] = rng.standard_normal((5, 8))
@@ -131,8 +145,8 @@ def _capture(stored: StoredExperts, wide: int = 10) -> Capture:
     output = np.zeros((5, wide), np.float32)
     for t, k in np.argwhere(ids >= 0):
         pre = x[t, :8].astype(np.float64) @ gate_up[ids[t, k]]
-        act = pre[:3] / (1 + np.exp(-pre[:3])) * pre[3:]
-        output[t, :8] += (weights[t, k] * (act @ down[ids[t, k]])).astype(np.float32)
+        inner = act(np.minimum(pre[:3], clamp)) * np.clip(pre[3:], -clamp, clamp)
+        output[t, :8] += (weights[t, k] * (inner @ down[ids[t, k]])).astype(np.float32)
     return Capture("fused_moe", 0, 0, x, ids, weights, output)
 
 
@@ -140,7 +154,7 @@ def _capture(stored: StoredExperts, wide: int = 10) -> Capture:
 def test_reference_reads_both_layouts(tmp_path: Path, fused: bool) -> None:
     stored = _stored(tmp_path, fused)
     assert stored.total_bytes == 4 * (6 * 8 + 8 * 3) * 4
-    (verdict,) = checks.check_reference([_capture(stored)], stored)
+    (verdict,) = checks.check_reference([_capture(stored)], stored, SHAPE)
     assert verdict.passed, verdict.detail
 
 
@@ -153,8 +167,50 @@ def test_reference_catches_a_swapped_row_and_a_dirty_column(tmp_path: Path) -> N
     nan = _capture(stored)
     nan.output[0, 0] = np.nan
     for call in (swapped, dirty, nan):
-        (verdict,) = checks.check_reference([call], stored)
+        (verdict,) = checks.check_reference([call], stored, SHAPE)
         assert not verdict.passed
+
+
+def test_reference_reads_interleaved_rows(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    plain = _stored(tmp_path / "plain")
+    stored = _stored(tmp_path, interleaved=True)
+    (verdict,) = checks.check_reference([_capture(plain)], stored, SHAPE)
+    assert verdict.passed, verdict.detail
+
+
+def _gelu_tanh(gate: np.ndarray) -> np.ndarray:
+    inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+    return 0.5 * gate * (1 + np.tanh(inner))
+
+
+@pytest.mark.parametrize(
+    ("act", "clamp", "changed"),
+    [
+        (_silu, 0.5, {"activation_clamp": 0.5}),
+        (_gelu_tanh, 1e9, {"activation": "gelu_pytorch_tanh"}),
+        (_gelu_tanh, 0.5, {"activation": "geglu_tanh", "activation_clamp": 0.5}),
+    ],
+)
+def test_reference_takes_activation_and_clamp_from_the_shape(
+    tmp_path: Path, act, clamp: float, changed: dict
+) -> None:
+    stored = _stored(tmp_path)
+    call = _capture(stored, act=act, clamp=clamp)
+    (right,) = checks.check_reference([call], stored, replace(SHAPE, **changed))
+    (plain,) = checks.check_reference([call], stored, SHAPE)
+    assert right.passed and not plain.passed, (right.detail, plain.detail)
+
+
+def test_dropped_ids_fail_the_run() -> None:
+    plan = _plan()
+    reports = _reports(plan)
+    for one in reports:
+        one.dropped_ids = {"fused_moe": 0}
+    assert [v.passed for v in checks.check_ids(reports)] == [True]
+    reports[1].dropped_ids["fused_moe"] = 3
+    (verdict,) = checks.check_ids(reports)
+    assert not verdict.passed and verdict.detail.startswith("3 left out")
 
 
 def test_memory_check_wants_one_share() -> None:
@@ -213,11 +269,9 @@ def test_json_is_complete_and_plain() -> None:
 @pytest.mark.parametrize(
     "words", [["--rounds", "0"], ["--requests", "-1"], ["--timeout", "0"], ["--prompt", " "]]
 )
-def test_bad_options_are_refused(words: list[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    with pytest.raises(ConfigError, match="allowed: "):
-        plan_from_args(parser.parse_args(words))
+def test_bad_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["regress", *words]) == 2
+    assert "allowed: " in capsys.readouterr().err
 
 
 def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:

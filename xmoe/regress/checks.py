@@ -15,6 +15,7 @@ from xmoe.reference import BF16_ROW_TOLERANCE, moe_reference, row_errors
 from xmoe.regress.plan import Plan, expected_answer
 from xmoe.regress.rank import Capture, RankReport
 from xmoe.regress.stored import StoredExperts
+from xmoe.types import MoeShape
 
 # What a log line of a run must not contain: device codes, vendor error ids, aclnn codes, crashes.
 _ERROR_PATTERN = re.compile(
@@ -71,8 +72,11 @@ def check_outputs(plan: Plan, reports: Sequence[RankReport]) -> list[Verdict]:
     return verdicts
 
 
-def check_reference(captures: Iterable[Capture], stored: StoredExperts) -> list[Verdict]:
-    """Compare captured layer calls with the float64 reference on the checkpoint's own weights.
+def check_reference(
+    captures: Iterable[Capture], stored: StoredExperts, shape: MoeShape
+) -> list[Verdict]:
+    """Compare captured layer calls with the float64 reference on the checkpoint's own weights, with
+    the activation and the clamp that the model's `shape` names.
 
     The reference works in the stored sizes; columns that widening added must be exactly zero.
     """
@@ -85,7 +89,15 @@ def check_reference(captures: Iterable[Capture], stored: StoredExperts) -> list[
         gate_up, down = stored.experts(call.layer, used)
         ids = np.where(call.topk_ids >= 0, np.searchsorted(used, call.topk_ids), -1)
         x = call.hidden_states[:, :hidden].astype(np.float64)
-        want = moe_reference(x, ids, call.topk_weights.astype(np.float64), gate_up, down)
+        want = moe_reference(
+            x,
+            ids,
+            call.topk_weights.astype(np.float64),
+            gate_up,
+            down,
+            shape.activation_clamp,
+            shape.activation,
+        )
         error = float(row_errors(call.output[:, :hidden], want).max())
         worst[call.path] = max(worst.get(call.path, 0.0), error)
         calls[call.path] = calls.get(call.path, 0) + 1
@@ -102,6 +114,20 @@ def check_reference(captures: Iterable[Capture], stored: StoredExperts) -> list[
             f"{'zero' if stray[path] == 0.0 else 'NOT zero'}",
         )
         for path in worst
+    ]
+
+
+def check_ids(reports: Sequence[RankReport]) -> list[Verdict]:
+    """The router's ids were all usable: a model's own router gives no others."""
+    return [
+        Verdict(
+            "expert ids",
+            path,
+            not any(report.dropped_ids[path] for report in reports),
+            f"{sum(report.dropped_ids[path] for report in reports)} left out as out of range or "
+            "repeated",
+        )
+        for path in reports[0].dropped_ids
     ]
 
 

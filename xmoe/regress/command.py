@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
         verdicts = checks.check_outputs(plan, reports)
         stored = StoredExperts(plan.model_dir)
         captures = [capture for r in reports for capture in r.captures]
-        verdicts += checks.check_reference(captures, stored)
+        verdicts += checks.check_reference(captures, stored, shape)
+        verdicts += checks.check_ids(reports)
         verdicts += checks.check_memory(plan, reports, stored.total_bytes)
         verdicts.append(checks.check_logs(folder))
         verdicts.append(checks.check_released(prefix, pids))

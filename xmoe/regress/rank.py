@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -48,6 +49,8 @@ class RankReport:
     """path -> round -> wave -> (text, token ids); an empty shard's wave is ("", [])."""
     decisions: dict[str, dict[str, Any]] = field(default_factory=dict)
     captures: list[Capture] = field(default_factory=list)
+    dropped_ids: dict[str, int] = field(default_factory=dict)
+    """path -> expert ids that were out of range or repeated in their row."""
     expert_bytes_read: int = 0
     other_bytes_read: int = 0
     expert_bytes_held: int = 0
@@ -131,6 +134,7 @@ def run_rank(context: RankContext, plan: Plan) -> RankReport:
     layers: list[_SwitchedLayer] = []
 
     def make_layer(index: int, weights: ExpertWeights) -> _SwitchedLayer:
+        context.report("load", layer=index)  # a large model takes longer than a rank may be silent
         layers.append(_SwitchedLayer(index, weights, state))
         return layers[-1]
 
@@ -152,7 +156,7 @@ def run_rank(context: RankContext, plan: Plan) -> RankReport:
         rss_load_bytes=_rss() - before,
         captures=state.captures,
     )
-    try:
+    with contextlib.ExitStack() as runners:
         for path in plan.paths:
             context.report("init", path=path.value)
             mode = Mode.ON if path is Path.MEGA_MOE else Mode.OFF
@@ -160,7 +164,9 @@ def run_rank(context: RankContext, plan: Plan) -> RankReport:
                 {"mode": mode, "fence": plan.fence, "step_timeout_s": plan.step_timeout_s},
                 model_config=read_config(plan.model_dir),
             )
-            runner = MoeRunner.create(loaded.shape, config, group=group, device=device)
+            runner = runners.enter_context(
+                MoeRunner.create(loaded.shape, config, group=group, device=device)
+            )
             state.runners[path] = runner
             report.decisions[path.value] = json.loads(runner.decision.to_json())
             if path is Path.MEGA_MOE:
@@ -174,10 +180,8 @@ def run_rank(context: RankContext, plan: Plan) -> RankReport:
                 _round(loaded, state, context, plan, number) for number in range(plan.rounds)
             ]
             report.seconds[path.value] = time.monotonic() - started
-    finally:
+            report.dropped_ids[path.value] = state.runner.stats().dropped_ids
         context.report("close")
-        for runner in state.runners.values():
-            runner.close()
     report.rss_peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return report
 

@@ -35,7 +35,9 @@ class StoredExperts:
         self._open: Any = safe_open
         folder = Path(model_dir)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        self.hidden = int(config.get("text_config", config)["hidden_size"])
+        text = config.get("text_config", config)
+        self.hidden = int(text["hidden_size"])
+        self._interleaved = text.get("gate_up_layout") == "interleaved"
         self.total_bytes = 0
         self._where: dict[_Key, tuple[Path, str]] = {}
         for file in sorted(folder.glob("*.safetensors")):
@@ -59,11 +61,15 @@ class StoredExperts:
         self.total_bytes += int(np.prod(view.get_shape())) * bits // 8
 
     def experts(self, layer: int, ids: list[int]) -> tuple[Float64, Float64]:
-        """gate_up [n, H, 2I] and down [n, I, H] of the experts `ids`, in this order."""
+        """gate_up [n, H, 2I], gate columns first, and down [n, I, H] of the experts `ids`, in this
+        order."""
         gate_up, down = [], []
         for expert in ids:
             if (layer, "gate_up", None) in self._where:
-                gate_up.append(self._read((layer, "gate_up", None), expert).T)
+                stored = self._read((layer, "gate_up", None), expert).T
+                if self._interleaved:
+                    stored = np.concatenate([stored[:, 0::2], stored[:, 1::2]], axis=1)
+                gate_up.append(stored)
                 down.append(self._read((layer, "down", None), expert).T)
                 continue
             gate, up = (self._read((layer, part, expert)).T for part in ("gate", "up"))
