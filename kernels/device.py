@@ -94,6 +94,11 @@ class Device(Protocol):
 
     def current_stream(self) -> Stream: ...
 
+    def capturing(self) -> bool:
+        """Whether work on the caller's current stream is recorded into a graph instead of run. Does
+        not wait; asked at each layer call.
+        """
+
     def check(self) -> None:
         """Raise the error of work on the current stream that is known to have failed. Does not
         wait; asked once a step, since asking costs more than a launch.
@@ -152,6 +157,9 @@ class InlineDevice:
 
     def current_stream(self) -> Stream:
         return _InlineStream()
+
+    def capturing(self) -> bool:
+        return False
 
     def check(self) -> None:
         return None
@@ -305,6 +313,10 @@ class HostDevice:
                 with self.bind():
                     self._default = _HostStream(AclStream(self.runtime))
             return self._default
+
+    def capturing(self) -> bool:
+        """Never: operators on CPU tensors run when they are called."""
+        return False
 
     def check(self) -> None:
         """Nothing to ask: every wait for work on CPU tensors reports its failure itself."""

@@ -258,6 +258,11 @@ class NpuDevice:
         names = ("_npu_getDeviceWithoutSet", "_npu_setDevice", "_npu_maybeExchangeDevice")
         native = self._module._C
         self._native = native if all(hasattr(native, name) for name in names) else None
+        # See Device.capturing. A release without this has no graphs; a method would cost as much
+        # again as the call.
+        self.capturing: Callable[[], bool] = getattr(
+            native, "_npu_isCurrentStreamCapturing", lambda: False
+        )
         self._closed = False
 
     def check(self) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One MoE layer on both paths.
 
-MegaMoe is one launch in stream order (`xmoe.fused`); FusedMoE is `xmoe.split`. Which of the two runs
-comes from the runner's decision alone.
+MegaMoe is one launch in stream order (`xmoe.fused`); FusedMoE is `xmoe.split`. Which of the two
+runs comes from the runner's decision alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class MoeLayer(Protocol):
     Ids that are out of range or repeated in their row count as unused; `MoeRunner.stats` says how
     many there were. With validate_ids "checked" they are an error on all ranks instead, found by a
     host read and a collective in each call. A batch of another shape or type than announced is a
-    ConfigError on this rank; its peers' fused call goes on without its tokens.
+    ConfigError on this rank; its peers' fused call goes on without its tokens. A call while the
+    current stream is captured into a graph is a ConfigError too, and nothing was queued.
     """
 
     def __call__(
@@ -96,6 +97,8 @@ class TwoPathLayer:
         out: Tensor | None = None,
     ) -> Tensor:
         shared = self._shared
+        if shared.split.device.capturing():
+            raise _captured(self._index)
         batch = TokenBatch(hidden_states, topk_ids, topk_weights)
         num_tokens = hidden_states.shape[0] if hidden_states.dim() else 0
         counts = shared.counts(num_tokens)
@@ -133,6 +136,14 @@ class TwoPathLayer:
         if self._experts is None:
             self._experts = self._shared.split.experts(self._weights)
         return self._experts
+
+
+def _captured(index: int) -> ConfigError:
+    return ConfigError(
+        f"layer {index} was called while the current stream is captured into a graph; allowed: "
+        "eager calls, since all ranks agree on the host about each step's rows, which a replay "
+        "would not repeat; next: leave the MoE layers out of the captured region"
+    )
 
 
 def _problem(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -94,6 +95,36 @@ def test_current_stream_is_asked_at_each_use() -> None:
     child(body)
 
 
+def test_binding_is_undone_and_nests() -> None:
+    def body(torch_device: torch.device) -> None:
+        from xmoe.kernels.npu_device import NpuDevice
+
+        first, second = NpuDevice(0), NpuDevice(1)
+        assert torch.npu.current_device() == 0
+        with second.bind():
+            assert torch.npu.current_device() == 1
+            with first.bind(), second.bind():
+                assert torch.npu.current_device() == 1
+            assert torch.npu.current_device() == 1
+            with pytest.raises(KeyError), first.bind():
+                assert torch.npu.current_device() == 0
+                raise KeyError
+            assert torch.npu.current_device() == 1
+        assert torch.npu.current_device() == 0
+
+        def elsewhere() -> None:  # a thread without a device yet
+            with second.bind():
+                seen.append(torch.npu.current_device())
+
+        seen: list[int] = []
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert seen == [1] and torch.npu.current_device() == 0
+
+    child(body)
+
+
 def test_scratch_memory_is_the_caching_allocators() -> None:
     def body(torch_device: torch.device) -> None:
         device = _device(torch_device)
@@ -175,3 +206,33 @@ def test_runner_refuses_a_lost_process() -> None:
             MoeRunner.create(shape, config, device=torch_device)
 
     child(body)
+
+
+def _captured(torch_device: torch.device) -> Any:
+    import torch_npu
+
+    from xmoe.config import XmoeConfig
+    from xmoe.runner import MoeRunner
+    from xmoe.types import ExpertWeights, MoeShape
+
+    eager = _device(torch_device).capturing()
+    torch_npu._C._npu_isCurrentStreamCapturing = lambda: True  # the software device has no graphs
+    shape = MoeShape(hidden=64, intermediate=32, num_experts=4, topk=2)
+    gate_up, down = torch.zeros(4, 64, 64).bfloat16(), torch.zeros(4, 32, 64).bfloat16()
+    weights = ExpertWeights(gate_up.to(torch_device), down.to(torch_device))
+    config = XmoeConfig.from_mapping({"mode": "off"})
+    with MoeRunner.create(shape, config, device=torch_device) as runner:
+        layer = runner.layer(weights, 3)
+        x = torch.zeros(2, 64, dtype=torch.bfloat16, device=torch_device)
+        ids = torch.tensor([[0, 1], [2, 3]], device=torch_device)
+        try:
+            layer(x, ids, torch.ones(2, 2, device=torch_device))
+        except ConfigError as error:
+            return eager, str(error)
+    return eager, ""
+
+
+def test_a_layer_call_on_a_captured_stream_is_refused() -> None:
+    eager, said = child(_captured)
+    assert eager is False
+    assert said.startswith("layer 3 was called while the current stream is captured into a graph")

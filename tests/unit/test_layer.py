@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 
-from xmoe.layer import _problem
+from xmoe.errors import ConfigError
+from xmoe.kernels.device import InlineDevice
+from xmoe.layer import Shared, TwoPathLayer, _problem
 from xmoe.types import MoeShape, TokenBatch
 
 SHAPE = MoeShape(hidden=8, intermediate=4, num_experts=4, topk=2)
@@ -55,3 +60,29 @@ def test_ids_of_other_types_are_refused(id_dtype: torch.dtype) -> None:
 def test_an_output_that_does_not_fit_is_refused(out: torch.Tensor) -> None:
     problem = _problem(_batch(), out, SHAPE, 2, CPU)
     assert str(problem).startswith(f"out is {list(out.shape)}") and "empty_like" in str(problem)
+
+
+class _Capturing(InlineDevice):
+    def capturing(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("device", [_Capturing(), InlineDevice()], ids=["captured", "eager"])
+def test_a_call_during_graph_capture_is_refused_before_anything_is_said(device: Any) -> None:
+    said: list[int] = []
+
+    def counts(tokens: int) -> tuple[int, ...]:
+        said.append(tokens)
+        raise ConfigError("the peers were asked")
+
+    shared = SimpleNamespace(split=SimpleNamespace(device=device), counts=counts)
+    layer = TwoPathLayer(cast(Shared, shared), cast(Any, None), 7, cast(Any, object()))
+    batch = _batch()
+    with pytest.raises(ConfigError) as caught:
+        layer(batch.hidden_states, batch.topk_ids, batch.topk_weights)
+    if device.capturing():
+        text = str(caught.value)
+        assert text.startswith("layer 7 was called while the current stream is captured")
+        assert "allowed: eager calls" in text and "next: " in text and not said
+    else:
+        assert said == [2]
