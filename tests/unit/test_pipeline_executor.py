@@ -21,7 +21,7 @@ from xmoe.errors import (
 )
 from xmoe.kernels.device import InlineDevice
 from xmoe.multistream import MultistreamConfig, StreamMode
-from xmoe.pipeline import executor as executor_module
+from xmoe.pipeline import failure
 from xmoe.pipeline.channels import Channel, ChannelRule
 from xmoe.pipeline.events import EventPool
 from xmoe.pipeline.executor import StreamExecutor
@@ -109,19 +109,35 @@ def test_an_event_refuses_what_the_device_would_silently_ignore():
     with pytest.raises(XmoeError, match="waited for while it is not recorded"):
         lease.wait_on(stream)
     lease.record(stream)
-    with pytest.raises(XmoeError, match="recorded while it is recorded"):
-        lease.record(stream)
+    lease.record(stream)
+    assert lease.generation == 2
     with pytest.raises(XmoeError, match="all 1 events are in use"):
         pool.take()
     lease.give_back()
     lease.give_back()
     again = pool.take()
-    assert again.generation == lease.generation + 1 and pool.taken == 1
-    with pytest.raises(XmoeError, match="given back"):
-        lease.wait_on(stream)  # would be a wait for the earlier recording
+    assert again.generation == 2 and pool.taken == 1
+    for call in (lease.wait_on, lease.record):
+        with pytest.raises(XmoeError, match="given back"):
+            call(stream)  # would be about the earlier recording
     with pytest.raises(XmoeError, match="generation 2"):
         again.query()  # the device would say: done
+    again.record(stream)
+    assert again.generation == 3
     pool.close()
+
+
+def test_a_recording_that_failed_is_waited_for_by_nobody():
+    device = MockNpu()
+    stream, pool = device.create_stream(), EventPool(device, 1)
+    lease = pool.take()
+    lease.record(stream)
+    device.failure = "unreported"
+    with pytest.raises(AclError):
+        lease.record(stream)
+    with pytest.raises(XmoeError, match="waited for while it is not recorded"):
+        lease.wait_on(stream)  # the device would wait for the recording before
+    assert lease.generation == 2
     assert device.dropped_waits == 0
 
 
@@ -259,14 +275,14 @@ def test_stop_while_a_receive_is_blocked_aborts_it():
 def test_a_receive_that_never_ends_is_quarantined_not_freed():
     device = MockNpu()
     executor = make(device, shutdown_timeout_s=0.02, timeout_s=0.02)
-    kept = len(executor_module._QUARANTINE)
+    kept = len(failure.QUARANTINE)
     ticket = executor.submit(stuck_item(device, [], S))
     with pytest.raises(FenceTimeout, match="stuck, layer 5, stage 1, slot 0, phase recv") as caught:
         ticket.result()
     assert "not finished after 0.02 s" in str(caught.value)
     executor.close()
     assert executor.quarantined == 1 and not device.streams[0].closed
-    assert len(executor_module._QUARANTINE) > kept  # lives on when the executor is gone
+    assert len(failure.QUARANTINE) > kept  # lives on when the executor is gone
 
 
 def test_a_long_wait_is_reported_once():

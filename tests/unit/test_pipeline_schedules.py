@@ -37,7 +37,6 @@ from xmoe.multistream import (
     RecvGate,
     StreamMode,
 )
-from xmoe.pipeline import executor as executor_module
 from xmoe.pipeline.adapters.base import StepPlan
 from xmoe.pipeline.adapters.camasync import CamAsyncAttentionAdapter, CamAsyncFfnAdapter
 from xmoe.pipeline.adapters.camp2p import CamP2PAttentionAdapter, CamP2PFfnAdapter
@@ -229,14 +228,13 @@ def test_without_exclusive_channels_two_kernels_of_a_group_run_at_once(monkeypat
 
 
 def test_without_data_edges_a_phase_reads_too_early(monkeypatch):
-    monkeypatch.setattr(executor_module, "_order", lambda lease, stream: None)
+    monkeypatch.setattr(EventLease, "wait_on", lambda self, stream: None)
     found = runs(p2p_case)
     assert any("carries" in text for text in found) and any("sent" in text for text in found)
 
 
 def test_without_observed_sends_a_buffer_is_received_into_again(monkeypatch):
     """The slot comes back when its item was issued, and nobody waits for its send."""
-    monkeypatch.setattr(StreamExecutor, "_await", lambda self, *args, **kw: None)
     monkeypatch.setattr(EventLease, "synchronize", lambda self, timeout_s: None)
     monkeypatch.setattr(EventLease, "wait_on", lambda self, stream: None)
 

@@ -3,9 +3,9 @@
 
 A device takes a wait on an event that was never recorded as "nothing to wait for", and answers
 "done" when asked about it. An event that is used again makes this worse: the earlier recording
-answers for the later one. So every use has a generation, and a lease of an event refuses to wait on
-anything but its present one. A slot keeps its leases and renews them for each item; who holds on to
-a lease longer, holds the generation with it.
+answers for the later one. So every recording begins a generation, and a lease of an event refuses
+to wait while its present one is not recorded. A slot keeps its leases for all its items; who holds
+on to a lease longer, holds the generation with it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from xmoe.kernels.device import Device, Event, Stream
 
 
 class EventLease:
-    """One use of an event: taken or renewed, recorded once, waited on.
+    """An event of the ring in somebody's hands.
 
     Attributes:
-        stream: where it was recorded, None before.
+        generation: counts the event's recordings.
+        stream: where it was recorded; None before, and once it was given back.
     """
 
     __slots__ = ("_event", "_live", "_pool", "generation", "stream")
@@ -35,35 +36,33 @@ class EventLease:
         """Not given back. What a lease that was given back marked has been observed as done."""
         return self._live
 
-    def renew(self) -> None:
-        """Begin the next generation; what the last one marked must have been observed."""
-        if not self._live:
-            raise self._misuse("renewed")
-        self._pool.generation = self.generation = self._pool.generation + 1
-        self.stream = None
-
     def record(self, stream: Stream) -> None:
-        """Mark the end of what `stream` holds now. Once per lease."""
-        if not self._live or self.stream is not None:
+        """Begin the next generation: the end of what `stream` holds now.
+
+        What the last one marked must have been observed.
+        """
+        if not self._live:
             raise self._misuse("recorded")
+        self.stream = None  # if recording fails, nothing may wait for it
+        self.generation += 1
         self._event.record(stream)
         self.stream = stream
 
     def wait_on(self, stream: Stream) -> None:
         """Later work on `stream` starts after this recording. Does not block the host."""
-        if not self._live or self.stream is None:
+        if self.stream is None:
             raise self._misuse("waited for")
         stream.wait_event(self._event)
 
     def synchronize(self, timeout_s: float) -> None:
         """Block the host until the recording is reached. Raises AclError on failure or timeout."""
-        if not self._live or self.stream is None:
+        if self.stream is None:
             raise self._misuse("waited for")
         self._event.synchronize(timeout_s)
 
     def query(self) -> bool:
         """Whether the recording is reached."""
-        if not self._live or self.stream is None:
+        if self.stream is None:
             raise self._misuse("queried")
         return self._event.query()
 
@@ -71,13 +70,14 @@ class EventLease:
         """Return the event to the ring; what it marked was observed. Twice is harmless."""
         if self._live:
             self._live = False
-            self._pool._return(self._event)
+            self.stream = None
+            self._pool._return(self._event, self.generation)
 
     def _misuse(self, what: str) -> XmoeError:
-        state = "given back" if not self._live else "recorded" if self.stream else "not recorded"
+        state = "not recorded" if self._live else "given back"
         return XmoeError(
-            f"event generation {self.generation} is {what} while it is {state}; allowed: record "
-            "once, then wait, then give back; next: this is a defect of the schedule that did it"
+            f"event generation {self.generation} is {what} while it is {state}; allowed: record, "
+            "then wait, then give back; next: this is a defect of the schedule that did it"
         )
 
 
@@ -88,10 +88,9 @@ class EventPool:
         if size < 1:
             raise ConfigError(f"event ring of {size}; allowed: 1 or more; next: raise event_ring")
         self.size = size
-        self.generation = 0
         self._device = device
         self._made: list[Event] = []
-        self._free: list[Event] = []
+        self._free: list[tuple[Event, int]] = []
 
     @property
     def taken(self) -> int:
@@ -99,26 +98,25 @@ class EventPool:
         return len(self._made) - len(self._free)
 
     def take(self) -> EventLease:
-        """A lease with a new generation.
+        """A lease; its first recording is a generation of its own.
 
         Raises:
             XmoeError: all events are out: somebody keeps leases longer than an item lives.
         """
         if self._free:
-            event = self._free.pop()
+            event, generation = self._free.pop()
         elif len(self._made) < self.size:
-            event = self._device.create_event()
+            event, generation = self._device.create_event(), 0
             self._made.append(event)
         else:
             raise XmoeError(
                 f"all {self.size} events are in use; allowed: three for each slot; next: raise "
                 "event_ring"
             )
-        self.generation += 1
-        return EventLease(self, event, self.generation)
+        return EventLease(self, event, generation)
 
-    def _return(self, event: Event) -> None:
-        self._free.append(event)
+    def _return(self, event: Event, generation: int) -> None:
+        self._free.append((event, generation))
 
     def close(self) -> None:
         """Release all events, also those that are out. Twice is harmless."""

@@ -51,22 +51,26 @@ class PhaseContext:
         self.layer = layer
         self.stage = stage
         self.values: dict[str, Any] = {}
-        self._kept: list[object] = []
-        self._owned: list[Closable] = []
+        self._kept: list[object] | None = None
+        self._owned: list[Closable] | None = None
 
     def keep(self, *objects: object) -> None:
         """Hold objects until the item's completion was observed: launches have addresses only.
 
         Give the base tensor when a launch uses a view of it.
         """
+        if self._kept is None:
+            self._kept = []
         self._kept.extend(objects)
 
     def own(self, *objects: Closable) -> None:
         """As `keep`, and close them then."""
+        if self._owned is None:
+            self._owned = []
         self._owned.extend(objects)
 
     def _release(self) -> None:
-        self._kept.clear()
+        self._kept = None
         while self._owned:
             self._owned.pop().close()
 
@@ -103,14 +107,19 @@ class WorkItem:
     may_idle: bool = False
 
     def __post_init__(self) -> None:
-        positions = [_ORDER[phase.kind] for phase in self.phases]
-        alone = positions and self.phases[0].kind is PhaseKind.METADATA
-        if not positions or alone or positions != sorted(set(positions)):
-            raise ConfigError(
-                f"work item {self.op!r}: phases {[phase.kind.value for phase in self.phases]}; "
-                "allowed: one or more of recv, metadata, compute, send, in this order, metadata "
-                "after recv; next: correct the item"
-            )
+        before = -1
+        for phase in self.phases:
+            if phase.order <= before:
+                break
+            before = phase.order
+        else:
+            if self.phases and self.phases[0].kind is not PhaseKind.METADATA:
+                return
+        raise ConfigError(
+            f"work item {self.op!r}: phases {[phase.kind.value for phase in self.phases]}; "
+            "allowed: one or more of recv, metadata, compute, send, in this order, metadata "
+            "after recv; next: correct the item"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host's waits of an executor: each has a limit, sees a stop, and says what it waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from xmoe.errors import AclError, FenceTimeout, PipelineStopped
+from xmoe.kernels.device import is_timeout
+from xmoe.pipeline.events import EventLease
+from xmoe.pipeline.items import WorkItem
+from xmoe.pipeline.options import ExecutorOptions
+from xmoe.pipeline.ticket import Ticket
+
+# A wait looks up this often, to see a stop or another phase's failure.
+_LOOK_UP_S = 0.05
+_SHORTEST_S = 0.001
+_GATE_SPINS, _GATE_PAUSE_S = 64, 0.0001
+
+
+class Waits:
+    """Waits for events and gates.
+
+    Args:
+        options: their limits. inflight: items under way, for the reports.
+        on_stall: told once of each wait that takes longer than stall_warn_s.
+    """
+
+    def __init__(
+        self,
+        options: ExecutorOptions,
+        inflight: deque[Ticket],
+        on_stall: Callable[[str], None] | None,
+    ) -> None:
+        self._options = options
+        self._inflight = inflight
+        self._on_stall = on_stall
+        self.stop = threading.Event()
+
+    def report(self) -> str:
+        """Every item under way with layer, slot and phase; only while nothing has failed."""
+        return " | ".join(ticket.where() for ticket in self._inflight) or "nothing"
+
+    def for_event(
+        self, ticket: Ticket, lease: EventLease, timeout_s: float, stoppable: bool = False
+    ) -> None:
+        """Wait for one event of `ticket`.
+
+        Raises:
+            FenceTimeout: with a report; AclError: device; PipelineStopped.
+        """
+        spent = _LOOK_UP_S if timeout_s > _LOOK_UP_S else max(_SHORTEST_S, timeout_s)
+        try:
+            lease.synchronize(spent)
+        except AclError as error:
+            if not is_timeout(error):
+                raise
+            self._go_on(ticket, lease, timeout_s, stoppable, time.monotonic() - spent)
+
+    def _go_on(
+        self, ticket: Ticket, lease: EventLease, timeout_s: float, stoppable: bool, begin: float
+    ) -> None:
+        warned = False
+        while True:
+            spent = time.monotonic() - begin
+            # Another phase may have failed already while the awaited one hangs.
+            for other in ticket.marks:
+                if other.query():
+                    other.synchronize(_LOOK_UP_S)
+            if stoppable and self.stop.is_set():
+                raise PipelineStopped(f"stopped during {ticket.where()}; the item is abandoned")
+            if spent >= timeout_s:
+                raise FenceTimeout(
+                    f"{ticket.item.op}, layer {ticket.layer}: not finished after {timeout_s:g} s; "
+                    f"waiting: {self.report()}; allowed: within the time limit; next: check that "
+                    "all ranks launched, or raise the time limit"
+                )
+            warned = warned or self._warned(spent, "")
+            try:
+                lease.synchronize(max(_SHORTEST_S, min(_LOOK_UP_S, timeout_s - spent)))
+                return
+            except AclError as error:
+                if not is_timeout(error):
+                    raise
+
+    def for_gate(
+        self, item: WorkItem, gate: Callable[[], bool], meanwhile: Callable[[], None]
+    ) -> None:
+        """Ask `gate` until it says yes; `meanwhile` is called between two questions.
+
+        Raises:
+            FenceTimeout: with a report, unless the item may idle; PipelineStopped; what they raise.
+        """
+        spins = 0
+        begin = time.monotonic()
+        warned = False
+        while not gate():
+            if self.stop.is_set():
+                raise PipelineStopped("stopped while no work was ready; nothing was issued")
+            meanwhile()
+            spins += 1
+            if spins <= _GATE_SPINS:
+                continue
+            time.sleep(_GATE_PAUSE_S)
+            spent = time.monotonic() - begin
+            if item.may_idle:
+                continue
+            limit = self._options.timeout_s
+            if spent >= limit:
+                raise FenceTimeout(
+                    f"{item.op}, layer {item.layer}, stage {item.stage}: nothing came for "
+                    f"{limit:g} s; waiting: its gate, {self.report()}; allowed: within the time "
+                    "limit; next: check that all ranks launched, or raise the time limit"
+                )
+            warned = warned or self._warned(spent, f"the gate of {item.op}, ")
+
+    def _warned(self, spent: float, what: str) -> bool:
+        if self._on_stall is None or spent < self._options.stall_warn_s:
+            return False
+        self._on_stall(f"waiting for {spent:.1f} s: {what}{self.report()}")
+        return True
