@@ -49,7 +49,8 @@ class FusedStep:
         self._host = device.torch_device.type == "cpu"
         self._lock = threading.Lock()
         self._closed = False
-        with device.bind():
+        # Whatever mode the caller is in now, later calls may be in another.
+        with device.bind(), torch.inference_mode(False):
             self._rows = LaunchRows(
                 config.max_tokens_per_rank,
                 shape.hidden,
@@ -62,6 +63,7 @@ class FusedStep:
             )
             # A stream of one's own needs a wait before the caller may read; the caller's does not.
             self._stream = device.create_stream() if self._host else device.current_stream()
+            self._stream.synchronize(self._timeout_s)  # the first call may be on another stream
 
     @property
     def rows(self) -> LaunchRows:
@@ -97,7 +99,8 @@ class FusedStep:
                 )
                 what = f"mega_moe, layer {layer}"
                 resource.wait(self._stream, self._timeout_s, what)  # the one host wait
-                return None if out is None else self._rows.finish(out)
+                with torch.no_grad():
+                    return None if out is None else self._rows.finish(out)
         except (AclError, FenceTimeout) as error:
             translated = resource.translate(error)
             if resource.failed is not None:
@@ -116,12 +119,17 @@ class FusedStep:
     ) -> None:
         """Between `acquire` and `record` of the fence: what uses the rows is ordered with it."""
         shared = self._rows
-        padded, mask = shared.fill(batch, rows)
-        op.launch(
-            padded, stream, mask, output=shared.output[:rows], counts=shared.tokens_per_expert
-        )
-        if out is not None:
-            shared.finish(out)
+        with torch.no_grad():  # shared memory has no history
+            launch = shared.fill(batch, rows)
+            op.launch(
+                launch.batch,
+                stream,
+                launch.mask,
+                output=launch.output,
+                counts=shared.tokens_per_expert,
+            )
+            if out is not None:
+                shared.finish(out)
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Wait until all launches so far are done. Local. Raises as `run` does."""

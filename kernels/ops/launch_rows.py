@@ -15,6 +15,7 @@ the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,12 +29,23 @@ _ID_TYPES = (torch.int32, torch.int64)
 _MAX_VIEWS = 64
 
 
+class Launch(NamedTuple):
+    """What an operator gets, valid until the next `fill`.
+
+    batch: of R rows. mask: int8 [R], 1 = live, or None; the operator writes to the ids when it gets
+    one. output: [R, H], for it to write to.
+    """
+
+    batch: TokenBatch
+    mask: Tensor | None
+    output: Tensor
+
+
 @dataclass(frozen=True)
 class _Views:
     """Everything of one (tokens, rows) pair, so that a call makes no view of its own."""
 
-    launch: TokenBatch
-    mask: Tensor | None
+    launch: Launch
     output: Tensor
     hidden: Tensor
     raw: dict[torch.dtype, Tensor]
@@ -78,8 +90,8 @@ class LaunchRows:
         dtype, device: of the hidden states.
 
     Attributes:
-        hidden_states [C, H], output [C, H], tokens_per_expert int32 [L]: what launches read and
-        write, beside ids and weights.
+        capacity: C.
+        output [C, H], tokens_per_expert int32 [L]: what launches write.
 
     One thing a weight of 0 can't hide: if a filler's expert overflows to infinity for a token, that
     token's row becomes NaN.
@@ -115,7 +127,7 @@ class LaunchRows:
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.hidden_states = zeros(capacity, hidden, dtype=dtype)
+        self._hidden = zeros(capacity, hidden, dtype=dtype)
         self.output = zeros(capacity, hidden, dtype=dtype)
         self.tokens_per_expert = zeros(local_experts, dtype=torch.int32)
         # Where fillers come from: K candidates a row, starting at a place that moves with the row,
@@ -155,7 +167,7 @@ class LaunchRows:
         held = [value for value in vars(self).values() if isinstance(value, Tensor)]
         return (*held, *self._raw.values())
 
-    def fill(self, batch: TokenBatch | None, rows: int) -> tuple[TokenBatch, Tensor | None]:
+    def fill(self, batch: TokenBatch | None, rows: int) -> Launch:
         """Queue, on the current stream, what makes a launch of `rows` rows out of `batch`. Local.
 
         Args:
@@ -163,9 +175,8 @@ class LaunchRows:
                 topk_weights [T, K] of any float type; T <= rows. None for no tokens.
             rows: 1..capacity, the same on all ranks.
 
-        Returns:
-            The launch's batch of `rows` rows and its mask int8 [rows] (None for "zero_weight");
-            valid until the next `fill`. The operator writes to the ids when it gets the mask.
+        Raises:
+            ConfigError: the rows do not hold so many tokens.
         """
         tokens = 0 if batch is None else batch.topk_ids.shape[0]
         views = self._views.get((tokens, rows)) or self._new_views(tokens, rows)
@@ -178,9 +189,9 @@ class LaunchRows:
             self._choose(batch, views)
         if views.not_first_mask is not None:
             torch.logical_not(views.not_first_unused, out=views.not_first_mask)
-        if views.mask is not None and tokens < rows:
+        if self._mask is not None and tokens < rows:
             views.rest_ids.copy_(views.rest_fillers)  # the last launch may have written there
-        return views.launch, views.mask
+        return views.launch
 
     def _choose(self, batch: TokenBatch, v: _Views) -> None:
         """Ids and weights: a row's usable slots in their order, then fillers."""
@@ -223,7 +234,7 @@ class LaunchRows:
 
     def _empty(self, first: int, last: int) -> None:
         """Rows first..last-1 as they were made: no token is left behind in the padding."""
-        self.hidden_states[first:last].zero_()
+        self._hidden[first:last].zero_()
         self._weights[first:last].zero_()
         self._ids[first:last].copy_(self._fillers[first:last])
         if self._mask is not None:
@@ -242,10 +253,13 @@ class LaunchRows:
         if mask is not None and tokens > 1:
             not_first = mask[1:tokens].view(torch.bool)
         views = _Views(
-            launch=TokenBatch(self.hidden_states[:rows], self._ids[:rows], self._weights[:rows]),
-            mask=None if mask is None else mask[:rows],
+            launch=Launch(
+                TokenBatch(self._hidden[:rows], self._ids[:rows], self._weights[:rows]),
+                None if mask is None else mask[:rows],
+                self.output[:rows],
+            ),
             output=self.output[:tokens],
-            hidden=self.hidden_states[:tokens],
+            hidden=self._hidden[:tokens],
             raw={kind: raw[:tokens] for kind, raw in self._raw.items()},
             named=named,
             named_slots=named[:, :topk],

@@ -210,3 +210,25 @@ def test_close_raises_what_nobody_has_waited_for() -> None:
             require_usable()
 
     _ranks(body)
+
+
+def test_the_first_call_may_be_on_another_stream_than_the_making() -> None:
+    """What the shared rows hold from the beginning is there by then; tasks are slow here."""
+
+    def body(
+        context: RankContext, device: torch.device, runner: MoeRunner, layers: list[Any]
+    ) -> None:
+        host = _batch(context.rank, 2)
+        with torch.npu.stream(torch.npu.Stream()):
+            given = tuple(tensor.to(device) for tensor in host)
+            with runner, runner.step(2 + 2 * context.rank):
+                # Padding rows of rank 0 are as they were made.
+                output = layers[0](*given) if context.rank == 0 else None
+                if output is None:
+                    more = _batch(1, 4)
+                    layers[0](*(tensor.to(device) for tensor in more))
+                else:
+                    _check(output, host, 0)
+
+    environ = {"XSD_DELAY_SEED": "3", "XSD_DELAY_MAX_US": "30000"}
+    run_ranks(_rank, 2, body, {}, silence_s=DEADLINE_S, environ=environ)

@@ -129,13 +129,13 @@ class Rank:
             local_experts=self.num_experts // self.resource.handle.ep_size,
             padding=self.padding,
         )
-        padded, mask = made.fill(tokens, capacity)
+        padded, mask, output = made.fill(tokens, capacity)
 
         def run(context: PhaseContext) -> None:
             launch = self.resource.launch(
                 context.stream,
                 lambda stream: self.op.launch(
-                    padded, stream, mask, output=made.output, counts=made.tokens_per_expert
+                    padded, stream, mask, output=output, counts=made.tokens_per_expert
                 ),
             )
             context.keep(launch)

@@ -75,7 +75,7 @@ def test_any_ids_give_rows_that_may_be_launched(experts, topk, id_dtype):
             for _ in range(tokens)
         ]  # fmt: skip
         batch = _batch(ids, id_dtype, topk=topk)
-        launch, mask = rows.fill(batch, 40)
+        launch, mask, _ = rows.fill(batch, 40)
         assert mask is None
         expected += _check(launch, batch, experts)
         assert rows.dropped() == expected
@@ -87,10 +87,10 @@ def test_mask(tokens):
     rows = _rows(padding="mask")
     # Also what an operator leaves behind in the ids of masked rows.
     for before in (6, 4):
-        launch, mask = rows.fill(_batch([[0, 1]] * before), 6)
+        launch, mask, _ = rows.fill(_batch([[0, 1]] * before), 6)
         launch.topk_ids[mask == 0] = 12
     batch = _batch([[0, 1], [-1, -1], [5, -1], [2, 3], [9, 9], [1, 0]][:tokens])
-    launch, mask = rows.fill(batch, 6)
+    launch, mask, _ = rows.fill(batch, 6)
     assert _check(launch, batch, 6) == (2 if tokens == 6 else 0)
     assert mask.dtype is torch.int8
     # Row 0 always lives, since a launch without a live row is not allowed.
@@ -118,7 +118,7 @@ def test_weights_of_unusable_slots_do_not_matter(weight_dtype):
     rows = _rows()
     batch = _batch([[0, -1], [8, 3]], weight_dtype=weight_dtype)
     batch.topk_weights[0, 1] = batch.topk_weights[1, 0] = float("nan")
-    launch, _ = rows.fill(batch, 2)
+    launch, _, _ = rows.fill(batch, 2)
     assert launch.topk_weights.tolist() == [[1.0, 0.0], [4.0, 0.0]]
     assert launch.topk_ids[:, 0].tolist() == [0, 3]
 
@@ -132,12 +132,12 @@ def test_the_memory_stays_the_same(padding):
     seen = set()
     for _ in range(2):
         for tokens in range(150):
-            launch, mask = rows.fill(_batch([[0, 1]] * tokens), 150)
+            launch, mask, _ = rows.fill(_batch([[0, 1]] * tokens), 150)
             seen.add((launch.hidden_states.data_ptr(), launch.topk_ids.data_ptr(),
                       launch.topk_weights.data_ptr()))  # fmt: skip
             assert len(rows._views) <= 64
     assert len(seen) == 1 and [tensor.data_ptr() for tensor in rows.tensors] == held
-    again, _ = rows.fill(_batch([[0, 1]] * tokens), 150)
+    again, _, _ = rows.fill(_batch([[0, 1]] * tokens), 150)
     assert again is launch
 
 
