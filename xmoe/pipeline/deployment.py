@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -43,6 +42,7 @@ from xmoe.kernels.ops.cam.protocols import CamAsyncOps, CamP2POps
 from xmoe.kernels.ops.cam.soft import HostWaits, KernelTrace, SoftCam, TaskTrace
 from xmoe.kernels.ops.cam.topology import CamAsyncTopology, CamP2PTopology, receive_capacity
 from xmoe.multistream import Capabilities, MultistreamConfig, PipelineShape, StreamMode
+from xmoe.outputs import note
 from xmoe.pipeline.adapters import camasync, camp2p
 from xmoe.pipeline.adapters.base import StepPlan
 from xmoe.pipeline.attention import AttentionLoop
@@ -216,7 +216,7 @@ class _Rank:
 
     def stalled(self, text: str) -> None:
         """A wait takes long."""
-        print(f"xmoe pipeline, rank {self.rank}: {text}", file=sys.stderr, flush=True)
+        note(f"xmoe pipeline, rank {self.rank}: {text}")
 
     def lost(self, error: Exception) -> Exception:
         return as_peer_lost(error, self.group, "pipeline")

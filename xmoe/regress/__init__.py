@@ -16,7 +16,14 @@ __all__ = ["add_arguments", "main"]
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the regression. Returns 0 when every check passed, 1 otherwise."""
+    """Run the regression. Returns 0 when every check passed, 1 otherwise.
+
+    Raises:
+        XmoeError: it could not be run, or a rank of it failed.
+    """
+    from xmoe.kernels.capability import require_torch
+
+    require_torch()
     from xmoe.regress.command import run
 
     return run(args)

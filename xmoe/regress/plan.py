@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from xmoe import arguments, env, outputs
 from xmoe.errors import ConfigError
 from xmoe.types import FenceMode
 from xmoe.types import Path as MoePath
@@ -60,11 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="DIR", help="Qwen3.5-MoE checkpoint directory (default: the shipped one)"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="repetitions (default 3)")
+    count = arguments.of(env.integer(1, 100_000))
+    parser.add_argument("--rounds", type=count, default=3, help="repetitions (default 3)")
     parser.add_argument(
-        "--requests", type=int, default=8, help="requests a round; fewer than ranks is fine"
+        "--requests", type=count, default=8, help="requests a round; fewer than ranks is fine"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=8, help="per request (default 8)")
+    parser.add_argument("--max-new-tokens", type=count, default=8, help="per request (default 8)")
     parser.add_argument(
         "--path", choices=("mega_moe", "fused_moe", "both"), default="both", help="default both"
     )
@@ -93,24 +95,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=arguments.of(env.seconds()),
         default=120.0,
         metavar="SECONDS",
         help="longest silence of a rank before the run is ended (default 120)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON ('-' = stdout)")
+    outputs.add_json(parser)
 
 
 def plan_from_args(args: argparse.Namespace) -> Plan:
     """Validate the options. Local, opens no device."""
-    for name, value in (
-        ("--rounds", args.rounds),
-        ("--requests", args.requests),
-        ("--max-new-tokens", args.max_new_tokens),
-        ("--timeout", args.timeout),
-    ):
-        if not value > 0:
-            raise ConfigError(f"{name}={value}; allowed: more than 0; next: pass a positive number")
     prompts = tuple(args.prompt or DEFAULT_PROMPTS)
     if any(not prompt.strip() for prompt in prompts):
         raise ConfigError("--prompt is empty; allowed: any text; next: pass a question")

@@ -206,7 +206,7 @@ def _generate(
     """Greedy decoding in lockstep: every rank joins every step until no rank has tokens left."""
     session = GreedySession(loaded)
     if prompt is not None:
-        session.start(_encode(loaded, prompt), max_new_tokens)
+        session.start(encode(loaded.tokenizer, prompt), max_new_tokens)
     state.step = 0
     while True:
         with state.runner.step(session.num_pending) as counts:
@@ -216,17 +216,17 @@ def _generate(
         state.step += 1
 
 
-def _encode(loaded: LoadedModel, prompt: str) -> list[int]:
+def encode(tokenizer: Any, prompt: str) -> list[int]:
     """The prompt as one user turn of the checkpoint's own chat template."""
-    if loaded.tokenizer is None:
+    if tokenizer is None:
         raise ConfigError(
             "the checkpoint has no tokenizer_config.json; allowed: a checkpoint with its "
             "tokenizer; "
             "next: copy the tokenizer's files into the directory"
         )
     turn = [{"role": "user", "content": prompt}]
-    text = loaded.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    return list(loaded.tokenizer.encode(text, add_special_tokens=False))
+    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _torch_device(name: str, rank: int) -> torch.device:

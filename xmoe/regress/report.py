@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+from xmoe import outputs
 from xmoe.regress.checks import Verdict
 from xmoe.regress.plan import Plan
 from xmoe.regress.rank import RankReport
@@ -60,35 +59,24 @@ def to_json(
     }
 
 
-def write_json(document: dict[str, Any], target: str) -> None:
-    """Write to a file, or to stdout for '-'."""
-    text = json.dumps(document, ensure_ascii=False, indent=2)
-    if target == "-":
-        print(text)
-        return
-    with open(target, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
-
-
-def print_table(document: dict[str, Any]) -> None:
-    """The verdicts as a table on stderr, so that stdout stays free for JSON."""
-    from rich.console import Console
+def table(document: dict[str, Any]) -> str:
+    """The verdicts as a table for the standard error, so that JSON has the other one."""
+    from rich.markup import escape
     from rich.table import Table
 
-    console = Console(stderr=True, soft_wrap=False)
-    table = Table(title=f"EP{document['ep_size']} regression on {document['device']}")
+    rows = Table(title=escape(f"EP{document['ep_size']} regression on {document['device']}"))
     for column in ("check", "path", "result", "detail"):
-        table.add_column(column, overflow="fold")
+        rows.add_column(column, overflow="fold")
     for verdict in document["verdicts"]:
         result = "[green]pass[/green]" if verdict["passed"] else "[red]FAIL[/red]"
-        table.add_row(verdict["name"], verdict["path"] or "-", result, verdict["detail"])
-    console.print(table)
+        rows.add_row(verdict["name"], verdict["path"] or "-", result, escape(verdict["detail"]))
     ready = max(rank["ready_s"] for rank in document["ranks"])
     peak = max(rank["rss_peak_bytes"] for rank in document["ranks"]) / 2**20
-    console.print(
+    summary = (
         f"ranks ready after {ready:.1f} s, largest rank {peak:.0f} MiB resident, "
         f"{document['wall_s']:.1f} s in all ({document['note']})"
     )
+    return outputs.render(rows, escape(summary), stderr=True)
 
 
 class Progress:
@@ -109,4 +97,4 @@ class Progress:
         where = " ".join(
             f"{name} {details[name]}" for name in ("path", "round", "wave") if name in details
         )
-        print(f"[regress] {phase} {where}".rstrip(), file=sys.stderr, flush=True)
+        outputs.note(f"[regress] {phase} {where}".rstrip())
