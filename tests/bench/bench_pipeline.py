@@ -86,7 +86,6 @@ def _spec(connector: str, compute_us: int, copy_us: int, layers: int) -> tuple[A
     if connector == "camasync, core partition":
         settings |= {"recv_gate": "core_partition", "recv_cores": 16, "send_cores": 8}
         settings["compute_cores"] = 24
-        environ["XSD_CAM_DISPATCH_RECV_CORES"] = "16"
     elif not p2p:
         settings["recv_gate"] = "ready_probe"
     spec = RunSpec(

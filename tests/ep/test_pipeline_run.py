@@ -178,20 +178,21 @@ def breaking(context: RankContext, s: RunSpec, phase: str, how: str) -> Any:
 def _hook(s: RunSpec, hook: Any) -> None:
     from xmoe.pipeline.executor import StreamExecutor
 
-    issue = StreamExecutor._issue
+    begin = StreamExecutor._begin
 
-    def broken(self: Any, ticket: Any) -> None:
-        phase = ticket.item.phases[ticket._next]
-        run = phase.run
-
+    def hooked(kind: str, run: Any) -> Any:
         def wrapped(context: Any) -> None:
-            hook(phase.kind.value)
+            hook(kind)
             run(context)
 
-        phase.run = wrapped
-        issue(self, ticket)
+        return wrapped
 
-    StreamExecutor._issue = broken  # this process only: it was forked for one rank
+    def broken(self: Any, item: Any) -> Any:
+        for phase in item.phases:
+            phase.run = hooked(phase.kind.value, phase.run)
+        return begin(self, item)
+
+    StreamExecutor._begin = broken  # this process only: it was forked for one rank
 
 
 @pytest.mark.parametrize(
@@ -247,7 +248,6 @@ def test_a_peer_that_dies_before_it_sends_anything(connector: str) -> None:
 
 def blocked(context: RankContext, s: RunSpec) -> Any:
     """A receive waits on the device, in cores of its own; then the loop is told to stop."""
-    os.environ["XSD_CAM_DISPATCH_RECV_CORES"] = "16"
     group = context.init_process_group(30.0)
     deployment.introduce(group, 30.0)
     with deployment.HostDevice(deployment.load(deployment.find_toolkit()), context.rank) as device:
@@ -274,7 +274,7 @@ def blocked(context: RankContext, s: RunSpec) -> Any:
 
 def in_cores_of_its_own(s: RunSpec, **kw: Any) -> RunSpec:
     config = replace(
-        s.config, recv_gate=RecvGate.CORE_PARTITION, recv_cores=16, compute_cores=8, send_cores=8,
+        s.config, recv_gate=RecvGate.CORE_PARTITION, recv_cores=16, compute_cores=24, send_cores=8,
         **kw,
     )  # fmt: skip
     return replace(s, config=config)
@@ -296,18 +296,52 @@ def test_stop_while_a_receive_is_blocked_ends_it_by_the_stop_buffer(read: Metada
     assert said == "" and quarantined == 0 and not failed and seconds < 5
 
 
-def partitioned(context: RankContext, s: RunSpec) -> Any:
-    os.environ["XSD_CAM_DISPATCH_RECV_CORES"] = "16"
-    return rank_main(context, s, BOTH)
-
-
 def test_a_core_partition_takes_the_place_of_the_gate() -> None:
     s = in_cores_of_its_own(spec("camasync", attn=2, layers=4))
     check(s, BOTH)
-    results = run_ranks(partitioned, s.size, s, silence_s=60)
+    results = run(s, BOTH)
     found = report(s, BOTH, results)
     assert found["equal"] is True and found["violations"] == 0
     check_outputs(s, results)
+    cores = {(k.op, k.vector_cores) for run in results[-1] for k in run.kernels}
+    assert cores == {
+        ("aclnnAfdAsyncDispatchRecv", 16), ("aclnnXsdTimedKernel", 24),
+        ("aclnnAfdAsyncCombineSend", 8),
+    }  # fmt: skip
+
+
+def test_one_group_in_a_core_partition() -> None:
+    """Its receive is posted before the last item's compute: without the partition, a deadlock."""
+    s = in_cores_of_its_own(spec("camasync", attn=1, wait_s=10.0, timeout_s=10.0))
+    check(s, (StreamMode.OVERLAP,))
+    results = run(s, (StreamMode.OVERLAP,))
+    check_outputs(s, results)
+
+
+def test_core_counts_reach_both_operators_of_camp2p() -> None:
+    s = spec("camp2p", attn=1)
+    s = replace(s, config=replace(s.config, recv_cores=12, compute_cores=20, send_cores=12))
+    check(s, BOTH)
+    for runs in run(s, BOTH):
+        for one in runs:
+            cores = {k.op: k.vector_cores for k in one.kernels}
+            compute = 20 if one.role == "ffn" else 8
+            assert cores == {"aclnnA2e": 12, "aclnnE2a": 12, "aclnnXsdTimedKernel": compute}
+
+
+@pytest.mark.parametrize("connector", ["camp2p", "camasync"])
+def test_more_cores_than_the_device_has_are_refused(
+    connector: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is asked; it need not have 48."""
+    s = in_cores_of_its_own(spec(connector))
+    if connector == "camp2p":
+        config = replace(s.config, recv_gate=RecvGate.NONE, compute_cores=12, send_cores=16)
+        s = replace(s, config=config)
+    check(s, BOTH)
+    monkeypatch.setenv("XSD_AIV_COUNT", "40")
+    with pytest.raises(ConfigError, match=r"recv_cores, compute_cores, send_cores: \d+ of 40"):
+        check(s, BOTH)
 
 
 def test_no_device_is_ever_waited_for_as_a_whole() -> None:
