@@ -355,13 +355,6 @@ def make_current(stream: Stream) -> AbstractContextManager[None]:
     return made
 
 
-def used_on_current_stream(tensor: Tensor) -> None:
-    """Tell the caching allocator that the current stream uses memory of another one. No effect for
-    a CPU tensor."""
-    if tensor.device.type == "npu":
-        tensor.record_stream(torch_npu().npu.current_stream(tensor.device))
-
-
 def _load() -> Runtime:
     from xmoe.kernels.acl.loader import load
     from xmoe.kernels.acl.toolkit import find_toolkit

@@ -6,9 +6,10 @@ overlap. On npu tensors torch's operators follow the current stream, so each pha
 stream current, and memory needs care that CPU tensors do not:
 
     the caller's tensors   recv waits for the caller's stream; the host returns after the last chunk
-    between two phases     tensors are kept until the item's completion was observed: the allocator
-                           would give freed memory to the stream it came from at once
-    results                read on the caller's stream, which is told to the allocator
+    between two phases     what compute made is kept until the item's completion was observed: the
+                           allocator would give it to the next item's compute at once
+    results                the streams write to their memory again only in the next call, after what
+                           the caller's stream had to do until then
     collectives            HCCL runs a group's in order of issue, which is the same on all ranks
 
 In serial mode on npu tensors everything follows the caller's stream, and nothing is waited for
@@ -28,7 +29,7 @@ from xmoe.config import XmoeConfig
 from xmoe.executor import Phase, PhaseContext, PhaseKind, StreamExecutor, WorkItem, prefetch
 from xmoe.kernels.capability import NpuOperators
 from xmoe.kernels.device import Device, Event
-from xmoe.kernels.npu_device import make_current, used_on_current_stream
+from xmoe.kernels.npu_device import make_current
 from xmoe.kernels.ops.fused_moe import SplitExperts
 from xmoe.multistream import StreamMode
 from xmoe.types import ExpertWeights, MoeShape, TokenBatch
@@ -86,8 +87,6 @@ class SplitPath:
         finally:
             if ready is not None:
                 ready.close()
-        for output in outputs:
-            used_on_current_stream(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _item(
@@ -100,13 +99,14 @@ class SplitPath:
                 context.stream.wait_event(ready)
             with make_current(context.stream):
                 received = transport.dispatch(batch)
-            context.keep(received)
             context.values["received"] = received
 
         def compute(context: PhaseContext) -> None:
             tokens, per_expert, handle = context.values.pop("received")
             with make_current(context.stream):
                 computed = experts(tokens, per_expert)
+            # The next item's compute would be given this memory while this item's send reads it.
+            # What recv made is safe: the next recv to allocate waits for this item's end.
             context.keep(computed)
             context.values["computed"] = (computed, handle)
 

@@ -49,6 +49,7 @@ std::vector<int64_t> row_counts(const Grouped& g, int64_t experts) {
   TORCH_CHECK(g.group_list.scalar_type() == at::kLong && g.group_list.dim() == 1 && g.group_list.numel() == experts,
               "GroupedMatmul: groupList must be INT64 [", experts, "]");
   TORCH_CHECK(g.list_type == 0 || g.list_type == 1, "GroupedMatmul: groupListType ", g.list_type, " (0 or 1)");
+  TORCH_CHECK(g.list_type == 0 || experts > 1, "GroupedMatmul: groupListType 1 for a single group");
   std::vector<int64_t> counts;
   const auto list = g.group_list.contiguous();
   const int64_t* values = list.data_ptr<int64_t>();

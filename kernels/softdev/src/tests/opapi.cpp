@@ -338,6 +338,10 @@ void plain_products() {
   Tensor narrow(ACL_INT32, {2}, {3, 2});
   CHECK(plain([](Product&) {}, &by_size) == 0);
   CHECK(plain([&](Product& p) { p.groups = &ends; p.list = 0; }, &by_end) == 0 && by_end == by_size);
+  for (const int64_t list : {0, 1}) {
+    Tensor single(ACL_FLOAT, {1, 6, 3}, ramp(18, 0.25, -1));
+    CHECK((plain([&](Product& p) { p.weight = &single; p.groups = &one; p.list = list; }) == 0) == (list == 0));
+  }
   CHECK(plain([](Product& p) { p.split = 0; }) != 0);
   CHECK(plain([](Product& p) { p.type = 2; }) != 0);
   CHECK(plain([](Product& p) { p.list = 2; }) != 0);
