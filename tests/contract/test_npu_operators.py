@@ -64,9 +64,7 @@ def test_a_process_looks_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert capability.npu_operators() is first
 
 
-def test_without_a_toolkit_all_are_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_toolkit_all_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capability, "_npu_operators", [])
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "nowhere"))
     found = capability.npu_operators()
