@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of torch_npu's operators a toolkit has: read from its files, shown by doctor and explain."""
+"""Which of torch_npu's operators a toolkit has: read from its files; doctor and explain say so."""
 
 from __future__ import annotations
 
