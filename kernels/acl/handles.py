@@ -8,6 +8,7 @@ Binding a device to the calling thread is the caller's duty everywhere.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -417,6 +418,7 @@ class TensorListDesc(OwnedHandle):
         check(self.runtime, status, "aclDestroyTensorList")
 
 
+@functools.lru_cache(maxsize=64)  # most waits have one of few limits
 def _milliseconds(timeout_s: float) -> int:
     """A timeout as the runtime takes it (int32). At least 1: 0 or -1 may mean no limit."""
     if 0 < timeout_s < _LONGEST_S:

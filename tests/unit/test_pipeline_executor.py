@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from support.mock_stream import Kernel, MockNpu
+from support.mock_stream import Kernel, MockEvent, MockNpu, MockStream
 from support.pipeline import item_of
 from xmoe.errors import (
     AclError,
@@ -23,7 +23,7 @@ from xmoe.kernels.device import InlineDevice
 from xmoe.multistream import MultistreamConfig, StreamMode
 from xmoe.pipeline import failure
 from xmoe.pipeline.channels import Channel, ChannelRule
-from xmoe.pipeline.events import EventPool
+from xmoe.pipeline.events import EventLease, EventPool
 from xmoe.pipeline.executor import StreamExecutor
 from xmoe.pipeline.items import PhaseKind
 from xmoe.pipeline.options import ExecutorOptions
@@ -102,43 +102,58 @@ def test_streams_that_are_one_are_refused():
     executor.close()
 
 
+def recorded(lease: EventLease, stream: MockStream) -> EventLease:
+    """As the executor does it."""
+    lease.generation += 1
+    lease.event.record(stream)
+    lease.stream = stream
+    return lease
+
+
 def test_an_event_refuses_what_the_device_would_silently_ignore():
     device = MockNpu()
     stream, pool = device.create_stream(), EventPool(device, 1)
     lease = pool.take()
-    with pytest.raises(XmoeError, match="waited for while it is not recorded"):
-        lease.wait_on(stream)
-    lease.record(stream)
-    lease.record(stream)
-    assert lease.generation == 2
+    for call in (lease.query, lambda: lease.synchronize(1.0), lambda: lease.wait_on(stream)):
+        with pytest.raises(XmoeError, match="while it is not recorded"):
+            call()
+    recorded(lease, stream)
     with pytest.raises(XmoeError, match="all 1 events are in use"):
         pool.take()
     lease.give_back()
     lease.give_back()
     again = pool.take()
-    assert again.generation == 2 and pool.taken == 1
-    for call in (lease.wait_on, lease.record):
-        with pytest.raises(XmoeError, match="given back"):
-            call(stream)  # would be about the earlier recording
-    with pytest.raises(XmoeError, match="generation 2"):
+    assert again.generation == 1 and pool.taken == 1
+    with pytest.raises(XmoeError, match="given back"):
+        lease.wait_on(stream)  # would be a wait for the earlier recording
+    with pytest.raises(XmoeError, match="generation 1"):
         again.query()  # the device would say: done
-    again.record(stream)
-    assert again.generation == 3
+    assert recorded(again, stream).generation == 2
     pool.close()
-
-
-def test_a_recording_that_failed_is_waited_for_by_nobody():
-    device = MockNpu()
-    stream, pool = device.create_stream(), EventPool(device, 1)
-    lease = pool.take()
-    lease.record(stream)
-    device.failure = "unreported"
-    with pytest.raises(AclError):
-        lease.record(stream)
-    with pytest.raises(XmoeError, match="waited for while it is not recorded"):
-        lease.wait_on(stream)  # the device would wait for the recording before
-    assert lease.generation == 2
     assert device.dropped_waits == 0
+
+
+@pytest.mark.parametrize("after", ["phases", "items"])
+def test_a_recording_that_was_lost_is_waited_for_by_nobody(monkeypatch, after):
+    """The device would take the wait for one about nothing, or about the recording before."""
+    device = MockNpu()
+    executor = make(device, OVERLAP, 1)
+    if after == "items":
+        executor.submit(item_of(device, "i", R, C)).result()
+
+    def lost(self, stream) -> None:
+        raise AclError("record", 507014, "TASK_QUEUE", "an earlier launch failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MockEvent, "record", lost)
+        with pytest.raises(AclError):
+            executor.submit(item_of(device, "j", R, C))
+    (ticket,) = executor._failure.quarantined
+    lease = ticket._slot.lanes[0][1]
+    assert lease.generation == (2 if after == "items" else 1)
+    with pytest.raises(XmoeError, match="waited for while it is not recorded"):
+        lease.wait_on(executor.stream)
+    executor.close()
 
 
 def test_channel_rules():
@@ -148,8 +163,7 @@ def test_channel_rules():
 
     def go(kind):
         edges = channel.edges(kind)
-        lease = pool.take()
-        lease.record(stream)
+        lease = recorded(pool.take(), stream)
         channel.commit(kind, lease)
         return edges, lease
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.mock_stream import Kernel, MockNpu, World
+from support.mock_stream import Kernel, MockEvent, MockNpu, MockStream, World
 from support.pipeline import (
     MockAsync,
     MockAttention,
@@ -38,11 +38,11 @@ from xmoe.multistream import (
     StreamMode,
 )
 from xmoe.pipeline.adapters.base import StepPlan
-from xmoe.pipeline.adapters.camasync import CamAsyncAttentionAdapter, CamAsyncFfnAdapter
+from xmoe.pipeline.adapters.camasync_attention import CamAsyncAttentionAdapter
+from xmoe.pipeline.adapters.camasync_ffn import CamAsyncFfnAdapter
 from xmoe.pipeline.adapters.camp2p import CamP2PAttentionAdapter, CamP2PFfnAdapter
 from xmoe.pipeline.attention import AttentionLoop
 from xmoe.pipeline.channels import ChannelRule
-from xmoe.pipeline.events import EventLease
 from xmoe.pipeline.executor import StreamExecutor
 from xmoe.pipeline.ffn import FfnLoop
 from xmoe.pipeline.items import Phase, PhaseKind, WorkItem
@@ -85,7 +85,7 @@ def async_loop(
         mode=mode, max_inflight=slots, recv_gate=RecvGate.READY_PROBE, wait_timeout_s=timeout_s,
         shutdown_timeout_s=0.01, memory_budget_bytes=1 << 20, metadata_read=read,
     )  # fmt: skip
-    shape = PipelineShape(groups, 1, layers, attention_groups=groups, recv_bytes=64)
+    shape = PipelineShape(groups, 1, layers, attention_groups=groups, slot_bytes=64)
     return FfnLoop(device, adapter, model, config, shape), ops, model
 
 
@@ -228,15 +228,15 @@ def test_without_exclusive_channels_two_kernels_of_a_group_run_at_once(monkeypat
 
 
 def test_without_data_edges_a_phase_reads_too_early(monkeypatch):
-    monkeypatch.setattr(EventLease, "wait_on", lambda self, stream: None)
+    monkeypatch.setattr(MockStream, "wait_event", lambda self, event: None)
     found = runs(p2p_case)
     assert any("carries" in text for text in found) and any("sent" in text for text in found)
 
 
 def test_without_observed_sends_a_buffer_is_received_into_again(monkeypatch):
     """The slot comes back when its item was issued, and nobody waits for its send."""
-    monkeypatch.setattr(EventLease, "synchronize", lambda self, timeout_s: None)
-    monkeypatch.setattr(EventLease, "wait_on", lambda self, stream: None)
+    monkeypatch.setattr(MockEvent, "synchronize", lambda self, timeout_s: None)
+    monkeypatch.setattr(MockStream, "wait_event", lambda self, event: None)
 
     def rules(self):
         return tuple(ChannelRule(group) for group in GROUPS)
@@ -300,7 +300,7 @@ def test_without_the_credit_rule_attention_dispatches_twice(monkeypatch):
     assert any("2 unanswered in afd" in text for text in outstanding())  # happens on the device
 
 
-def test_without_generations_a_wait_would_be_dropped(monkeypatch):
+def test_without_generations_a_wait_would_be_dropped():
     """The device says nothing: the wait is gone and the query says done."""
     device = MockNpu()
     stream = device.create_stream()
@@ -308,9 +308,12 @@ def test_without_generations_a_wait_would_be_dropped(monkeypatch):
     stream.wait_event(event)
     assert device.dropped_waits == 1
     executor = StreamExecutor(device, ExecutorOptions(StreamMode.OVERLAP, 2))
-    monkeypatch.setattr(EventLease, "record", lambda self, stream: None)  # a lost record
-    with pytest.raises(XmoeError, match="not recorded"):
-        executor.submit(item_of(device, "i", R, C))
+    ticket = executor.begin(item_of(device, "i", R, C))
+    executor.issue(ticket)
+    (_, lease) = ticket.recorded[0]
+    lease.stream = None  # as if its recording had been lost
+    with pytest.raises(XmoeError, match="waited for while it is not recorded"):
+        executor.issue(ticket)
     assert device.dropped_waits == 1
 
 

@@ -15,18 +15,19 @@ from xmoe.kernels.device import Device, Event, Stream
 
 
 class EventLease:
-    """An event of the ring in somebody's hands.
+    """An event of the ring in somebody's hands. The executor records it, in one place.
 
     Attributes:
+        event: for who knows that it is recorded; the methods here look.
         generation: counts the event's recordings.
         stream: where it was recorded; None before, and once it was given back.
     """
 
-    __slots__ = ("_event", "_live", "_pool", "generation", "stream")
+    __slots__ = ("_live", "_pool", "event", "generation", "stream")
 
     def __init__(self, pool: EventPool, event: Event, generation: int) -> None:
         self._pool = pool
-        self._event = event
+        self.event = event
         self._live = True
         self.generation = generation
         self.stream: Stream | None = None
@@ -36,44 +37,33 @@ class EventLease:
         """Not given back. What a lease that was given back marked has been observed as done."""
         return self._live
 
-    def record(self, stream: Stream) -> None:
-        """Begin the next generation: the end of what `stream` holds now.
-
-        What the last one marked must have been observed.
-        """
-        if not self._live:
-            raise self._misuse("recorded")
-        self.stream = None  # if recording fails, nothing may wait for it
-        self.generation += 1
-        self._event.record(stream)
-        self.stream = stream
-
     def wait_on(self, stream: Stream) -> None:
         """Later work on `stream` starts after this recording. Does not block the host."""
         if self.stream is None:
-            raise self._misuse("waited for")
-        stream.wait_event(self._event)
+            raise self.misuse("waited for")
+        stream.wait_event(self.event)
 
     def synchronize(self, timeout_s: float) -> None:
         """Block the host until the recording is reached. Raises AclError on failure or timeout."""
         if self.stream is None:
-            raise self._misuse("waited for")
-        self._event.synchronize(timeout_s)
+            raise self.misuse("waited for")
+        self.event.synchronize(timeout_s)
 
     def query(self) -> bool:
         """Whether the recording is reached."""
         if self.stream is None:
-            raise self._misuse("queried")
-        return self._event.query()
+            raise self.misuse("queried")
+        return self.event.query()
 
     def give_back(self) -> None:
         """Return the event to the ring; what it marked was observed. Twice is harmless."""
         if self._live:
             self._live = False
             self.stream = None
-            self._pool._return(self._event, self.generation)
+            self._pool._return(self.event, self.generation)
 
-    def _misuse(self, what: str) -> XmoeError:
+    def misuse(self, what: str) -> XmoeError:
+        """The error for a use that its state does not allow."""
         state = "not recorded" if self._live else "given back"
         return XmoeError(
             f"event generation {self.generation} is {what} while it is {state}; allowed: record, "

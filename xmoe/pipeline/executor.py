@@ -28,6 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from threading import get_ident
 from types import TracebackType
 
 from xmoe.errors import CommError, ConfigError, FenceTimeout, PipelineStopped, XmoeError
@@ -86,6 +87,7 @@ class StreamExecutor:
         self._waits = Waits(options, self._inflight, on_stall)
         self._over = False  # failed or closed
         self._observes = self._observe  # bound once, not for each ticket
+        self._issue_up_to = self._issue_traced if options.trace else self._issue
         self._closed = False
         with device.bind():
             self._streams = self._make_streams(options.mode)
@@ -150,7 +152,7 @@ class StreamExecutor:
         Other threads wait; `request_stop` does not.
         """
         with self._lock, self._device.bind():
-            before, self._session = self._session, threading.get_ident()
+            before, self._session = self._session, get_ident()
             try:
                 yield
             finally:
@@ -186,11 +188,11 @@ class StreamExecutor:
             What a phase raised; PipelineStopped; XmoeError when the executor has failed before or
             is closed.
         """
-        if self._session != threading.get_ident():
+        if self._session != get_ident():
             with self.session():
                 return self.submit(item)
         ticket = self._begin(item)
-        self._issue(ticket, len(item.phases))
+        self._issue_up_to(ticket, len(item.phases))
         return ticket
 
     def begin(self, item: WorkItem) -> Ticket:
@@ -199,14 +201,14 @@ class StreamExecutor:
         For schedules that put one item's phase between two of another. Every item that was begun
         must be issued to its end.
         """
-        if self._session != threading.get_ident():
+        if self._session != get_ident():
             with self.session():
                 return self._begin(item)
         return self._begin(item)
 
     def issue(self, ticket: Ticket) -> None:
         """Issue the next phase. Raises as `submit`."""
-        if self._session != threading.get_ident():
+        if self._session != get_ident():
             with self.session():
                 return self.issue(ticket)
         if self._over:
@@ -216,7 +218,7 @@ class StreamExecutor:
                 f"{ticket.item.op}: all phases were issued; allowed: once each; next: correct "
                 "the schedule"
             )
-        self._issue(ticket, ticket._next + 1)
+        self._issue_up_to(ticket, ticket._next + 1)
 
     def _begin(self, item: WorkItem) -> Ticket:
         if self._over:
@@ -233,8 +235,8 @@ class StreamExecutor:
         if item.gate is not None:
             self._pass_gate(item, item.gate)
         slot = self._free.popleft()
-        if not slot.leases:
-            slot.leases = [self._pool.take() for _ in range(EVENTS_PER_SLOT)]
+        if not slot.lanes:
+            slot.make_lanes(self._streams, self._pool)
         ticket = Ticket(item, slot, self._streams[item.phases[0].order], self._observes)
         self._inflight.append(ticket)
         return ticket
@@ -252,71 +254,98 @@ class StreamExecutor:
     def _complete_reached(self) -> None:
         """Idle: give slots back, and hear of failures of items that are on their way."""
         while self._inflight and self._inflight[0].issued:
-            if not self._inflight[0].marks[-1].query():
+            oldest = self._inflight[0]
+            if not oldest._slot.lanes[oldest.item.phases[-1].order][1].query():
                 break
-            self._complete(self._inflight[0], None)
+            self._complete(oldest, None)
 
     def _issue(self, ticket: Ticket, end: int) -> None:
-        """Issue the phases up to, and without, number `end`."""
-        slot, phases, trace = ticket._slot, ticket.item.phases, self.trace
-        leases, channels, streams = slot.leases, self._channels, self._streams
-        marks = ticket._marks
-        previous = leases[marks - 1] if marks else slot.last
-        for number in range(ticket._next, end):
-            phase = phases[number]
+        """Issue the phases up to, and without, number `end`. Every item comes through here."""
+        slot, phases = ticket._slot, ticket.item.phases
+        lanes, channels = slot.lanes, self._channels
+        number = ticket._next
+        previous = lanes[phases[number - 1].order][1] if number else slot.last
+        for phase in phases[number:end]:
             if phase.kind is _METADATA:
                 self._read_metadata(ticket, phase)
+                number += 1
                 continue
-            channel = channels.get(phase.channel) or self._new_channel(phase.channel)
-            stream, sequence, lease = streams[phase.order], channel.sequence, leases[marks]
-            start = time.perf_counter() if trace is not None else 0.0
+            try:
+                channel = channels[phase.channel]
+            except KeyError:
+                channel = self._new_channel(phase.channel)
+            stream, lease = lanes[phase.order]
+            edges = None if channel.free else self._edges(ticket, phase, channel)
             ran = False
             try:
-                if channel.free:
-                    if previous is not None and previous.stream is not stream:
-                        previous.wait_on(stream)  # a stream is in order with itself
-                else:
-                    self._wait_for_edges(ticket, previous, phase.kind, channel, stream)
-                channel.sequence = sequence + 1
+                # As EventLease.wait_on; a stream is in order with itself.
+                if previous is not None and previous.stream is not stream:
+                    if previous.stream is None:
+                        raise previous.misuse("waited for")
+                    stream.wait_event(previous.event)
+                if edges is not None:
+                    self._wait_for_edges(ticket, previous, edges, stream)
+                channel.sequence += 1
                 ticket.stream = stream
                 phase.run(ticket)
                 ran = True
-                lease.record(stream)
-                if not channel.free:
+                # The next generation: the end of what the stream holds now. If recording fails,
+                # nothing may wait for the former one.
+                lease.stream = None
+                lease.generation += 1
+                lease.event.record(stream)
+                lease.stream = stream
+                if edges is not None:
                     channel.commit(phase.kind, lease)
-                ticket._marks = marks = marks + 1
-                ticket._next = number + 1
+                ticket._next = number = number + 1
             except BaseException as error:
-                # Refused by the channel, or, by contract before anything was queued, by the phase.
-                by_channel = isinstance(error, CommError) and channel.sequence == sequence
-                if marks == 0 and not ran and (by_channel or isinstance(error, ConfigError)):
+                # By contract a first phase refuses before anything was queued.
+                if number == 0 and not ran and isinstance(error, ConfigError):
                     self._give_slot_back(ticket)
                 else:
                     self._fail_with(ticket, error)
                 raise
-            finally:
-                if trace is not None:
-                    self._note(ticket, phase, sequence, start, lease if ran else None)
             previous = lease
+
+    def _issue_traced(self, ticket: Ticket, end: int) -> None:
+        """As `_issue`, with an entry for each phase, also for one that raises."""
+        for number in range(ticket._next, end):
+            phase = ticket.item.phases[number]
+            channel = self._channels.get(phase.channel)
+            sequence, start = channel.sequence if channel else 0, time.perf_counter()
+            try:
+                self._issue(ticket, number + 1)
+            finally:
+                self._note(ticket, phase, sequence, start, ticket._next > number)
+
+    def _edges(
+        self, ticket: Ticket, phase: Phase, channel: Channel
+    ) -> tuple[EventLease | None, EventLease | None]:
+        """What the channel makes the phase wait for. Raises CommError if it does not allow it."""
+        try:
+            return channel.edges(phase.kind)
+        except CommError as error:
+            if ticket._next == 0:
+                self._give_slot_back(ticket)
+            else:
+                self._fail_with(ticket, error)
+            raise
 
     def _wait_for_edges(
         self,
         ticket: Ticket,
         previous: EventLease | None,
-        kind: PhaseKind,
-        channel: Channel,
+        edges: tuple[EventLease | None, EventLease | None],
         stream: Stream,
     ) -> None:
-        """Queue the waits of the item's next phase; CommError if the channel does not allow it."""
-        edges = channel.edges(kind)
-        if previous is not None and previous.stream is not stream:
-            previous.wait_on(stream)
-        ordered = [*ticket.marks, previous]  # an item's phases are in order among themselves
-        for lease in edges:
-            if lease is not None and lease not in ordered:
-                ordered.append(lease)
-                if lease.stream is not stream:
-                    lease.wait_on(stream)
+        """Queue the waits that the channel asks for besides the one for `previous`."""
+        # What the item issued itself is ordered by its own phases already.
+        ordered = [previous, *(lease for _, lease in ticket.recorded)]
+        for edge in edges:
+            if edge is not None and edge not in ordered:
+                ordered.append(edge)
+                if edge.stream is not stream:
+                    edge.wait_on(stream)
 
     def _new_channel(self, name: str) -> Channel:
         """Without a rule: all phases one after the other."""
@@ -331,28 +360,27 @@ class StreamExecutor:
         self._free.append(ticket._slot)
 
     def _read_metadata(self, ticket: Ticket, phase: Phase) -> None:
-        start = time.perf_counter()
         try:
-            self._waits.for_event(ticket, ticket.marks[-1], self.timeout_s, stoppable=True)
+            self._waits.for_receive(ticket)
             phase.run(ticket)
             ticket._next += 1
         except BaseException as error:
             self._fail_with(ticket, error)
             raise
-        finally:
-            if self.trace is not None:
-                self._note(ticket, phase, 0, start, None)
 
     def _note(
-        self, ticket: Ticket, phase: Phase, sequence: int, start: float, lease: EventLease | None
+        self, ticket: Ticket, phase: Phase, sequence: int, start: float, issued: bool
     ) -> None:
         assert self.trace is not None
-        kind = phase.kind.value
-        name = kind if self.options.mode is StreamMode.OVERLAP else "main"
+        kind, generation = phase.kind.value, 0
+        stream = kind if self.options.mode is StreamMode.OVERLAP else "main"
+        if phase.kind is _METADATA:
+            stream, sequence = "host", 0
+        elif issued:
+            generation = ticket._slot.lanes[phase.order][1].generation
         entry = TraceEntry(
             ticket.item.op, kind, ticket.layer, ticket.slot, phase.channel, sequence, start,
-            time.perf_counter(), "host" if phase.kind is _METADATA else name, ticket.stage,
-            lease.generation if lease is not None else 0,
+            time.perf_counter(), stream, ticket.stage, generation,
         )  # fmt: skip
         self.trace.append(entry)
 
@@ -366,29 +394,25 @@ class StreamExecutor:
 
     def _complete(self, oldest: Ticket, timeout_s: float | None) -> None:
         """Observe the oldest item's completion and give its slot back."""
-        slot, last = oldest._slot, oldest._marks - 1
-        leases = slot.leases
-        limit = self.timeout_s if timeout_s is None else timeout_s
         try:
-            if not oldest.issued:
+            if oldest._next != len(oldest.item.phases):
                 raise XmoeError(
                     f"{oldest.item.op}, layer {oldest.layer}: only {oldest._next} of "
                     f"{len(oldest.item.phases)} phases were issued; allowed: all; next: issue the "
                     "rest before waiting"
                 )
-            self._waits.for_event(oldest, leases[last], limit)
-            for number in range(last):
-                leases[number].synchronize(limit)  # reached long ago; its stream may have failed
+            self._waits.for_item(oldest, timeout_s)
         except BaseException as error:
             if isinstance(error, FenceTimeout) and timeout_s is not None:
                 raise  # the caller's own deadline: the item goes on
             self._fail_with(oldest, error)
             raise
         self._inflight.popleft()
-        slot.last = leases[last]
-        oldest._marks = 0
+        slot = oldest._slot
+        slot.last = slot.lanes[oldest.item.phases[-1].order][1]
         oldest._done = True
-        oldest._release()
+        if oldest._kept is not None or oldest._owned is not None:
+            oldest._release()
         self._free.append(slot)
 
     def _fail_with(self, ticket: Ticket | None, error: BaseException) -> None:
@@ -417,7 +441,7 @@ class StreamExecutor:
         found = []
         if len(self._free) != len(self._slots):
             found.append(f"{len(self._slots) - len(self._free)} slots")
-        kept = sum(len(slot.leases) for slot in self._slots)
+        kept = sum(len(set(slot.lanes)) for slot in self._slots)
         if self._pool.taken != kept:
             found.append(f"{self._pool.taken - kept} events")
         for channel in self._channels.values():
@@ -463,7 +487,7 @@ class StreamExecutor:
             quarantined.clear()
             self._inflight.clear()
             for slot in self._slots:
-                slot.last, slot.leases = None, []
+                slot.last, slot.lanes = None, ()
             self._pool.close()
             for stream in self._own:
                 stream.close()

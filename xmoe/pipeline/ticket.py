@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from xmoe.kernels.device import Stream
-from xmoe.pipeline.events import EventLease
+from xmoe.multistream import EVENTS_PER_SLOT
+from xmoe.pipeline.events import EventLease, EventPool
 from xmoe.pipeline.items import Phase, PhaseContext, PhaseKind, WorkItem
 
 
@@ -15,26 +16,32 @@ class Slot:
     """Room for one item.
 
     Attributes:
-        leases: one for each device phase, recorded anew for each item.
-        last: of the former item's last phase; None before the first item.
+        lanes: for each kind of phase, by the order of PhaseKind, its stream and the event that
+            marks its end, recorded anew for each item. A metadata phase is done with its receive
+            and has that one's.
+        last: the mark of the former item's last phase; None before the first item.
     """
 
-    __slots__ = ("last", "leases", "number")
+    __slots__ = ("lanes", "last", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.leases: list[EventLease] = []
+        self.lanes: tuple[tuple[Stream, EventLease], ...] = ()
         self.last: EventLease | None = None
+
+    def make_lanes(self, streams: Sequence[Stream], pool: EventPool) -> None:
+        """Before the first item. `streams` by the order of PhaseKind."""
+        recv, compute, send = (pool.take() for _ in range(EVENTS_PER_SLOT))
+        self.lanes = tuple(zip(streams, (recv, recv, compute, send), strict=True))
 
 
 class Ticket(PhaseContext):
     """An item that was submitted or begun; its phases get it as their context.
 
-    `_next` is the number of the first phase not issued, `_marks` counts the slot's leases that this
-    item has recorded.
+    `_next` is the number of the first phase not issued.
     """
 
-    __slots__ = ("_done", "_error", "_marks", "_next", "_observe", "_slot", "item")
+    __slots__ = ("_done", "_error", "_next", "_observe", "_slot", "item")
 
     def __init__(
         self,
@@ -43,12 +50,17 @@ class Ticket(PhaseContext):
         stream: Stream,
         observe: Callable[[Ticket, float | None], None],
     ) -> None:
-        super().__init__(stream, slot.number, item.layer, item.stage)
+        # As PhaseContext does it, without a second call for each item.
+        self.stream = stream
+        self.slot = slot.number
+        self.layer = item.layer
+        self.stage = item.stage
+        self.values = {}
+        self._kept = self._owned = None
         self.item = item
         self._slot = slot
         self._observe = observe
         self._next = 0
-        self._marks = 0
         self._done = False
         self._error: BaseException | None = None
 
@@ -73,9 +85,13 @@ class Ticket(PhaseContext):
         return self._next == len(self.item.phases)
 
     @property
-    def marks(self) -> list[EventLease]:
-        """The leases that its phases have recorded so far, in their order."""
-        return self._slot.leases[: self._marks]
+    def recorded(self) -> list[tuple[PhaseKind, EventLease]]:
+        """Its phases on the device that were issued, each with the lease that marks its end."""
+        if self._done:
+            return []  # the slot may be another item's
+        lanes, issued = self._slot.lanes, self.item.phases[: self._next]
+        on_device = (phase for phase in issued if phase.kind is not PhaseKind.METADATA)
+        return [(phase.kind, lanes[phase.order][1]) for phase in on_device]
 
     def result(self, timeout_s: float | None = None) -> Mapping[str, Any]:
         """Wait for the item and return its values. Local.
@@ -90,8 +106,7 @@ class Ticket(PhaseContext):
         """Item, layer, slot, and the first phase that is not done, for reports."""
         phases = self.item.phases
         phase = phases[min(self._next, len(phases) - 1)].kind.value + " (host)"
-        on_device = (one.kind for one in phases if one.kind is not PhaseKind.METADATA)
-        for kind, lease in zip(on_device, self.marks, strict=False):
+        for kind, lease in self.recorded:
             if not lease.query():
                 phase = kind.value
                 break

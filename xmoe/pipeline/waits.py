@@ -21,6 +21,10 @@ _SHORTEST_S = 0.001
 _GATE_SPINS, _GATE_PAUSE_S = 64, 0.0001
 
 
+def _look_up(left_s: float) -> float:
+    return max(_SHORTEST_S, min(_LOOK_UP_S, left_s))
+
+
 class Waits:
     """Waits for events and gates.
 
@@ -35,7 +39,9 @@ class Waits:
         inflight: deque[Ticket],
         on_stall: Callable[[str], None] | None,
     ) -> None:
-        self._options = options
+        self._timeout_s = options.timeout_s
+        self._look = _look_up(options.timeout_s)
+        self._stall_warn_s = options.stall_warn_s
         self._inflight = inflight
         self._on_stall = on_stall
         self.stop = threading.Event()
@@ -44,43 +50,63 @@ class Waits:
         """Every item under way with layer, slot and phase; only while nothing has failed."""
         return " | ".join(ticket.where() for ticket in self._inflight) or "nothing"
 
-    def for_event(
-        self, ticket: Ticket, lease: EventLease, timeout_s: float, stoppable: bool = False
-    ) -> None:
-        """Wait for one event of `ticket`.
+    def for_item(self, ticket: Ticket, timeout_s: float | None) -> None:
+        """Wait for all phases of `ticket`; None is the executor's own limit.
 
         Raises:
-            FenceTimeout: with a report; AclError: device; PipelineStopped.
+            FenceTimeout: with a report; AclError: device.
         """
-        spent = _LOOK_UP_S if timeout_s > _LOOK_UP_S else max(_SHORTEST_S, timeout_s)
+        look = self._look if timeout_s is None else _look_up(timeout_s)
+        lanes, phases = ticket._slot.lanes, ticket.item.phases
+        last = lanes[phases[-1].order][1]
         try:
-            lease.synchronize(spent)
+            last.event.synchronize(look)
+            for phase in phases[:-1]:  # reached before the last one; their streams may have failed
+                lanes[phase.order][1].event.synchronize(look)
         except AclError as error:
             if not is_timeout(error):
                 raise
-            self._go_on(ticket, lease, timeout_s, stoppable, time.monotonic() - spent)
+            self._go_on(ticket, last, timeout_s, False, time.monotonic() - look)
+            for _, lease in ticket.recorded:
+                lease.synchronize(self._timeout_s)
+
+    def for_receive(self, ticket: Ticket) -> None:
+        """Wait for the first phase of `ticket`. Raises as `for_item`; PipelineStopped."""
+        _, lease = ticket.recorded[0]
+        try:
+            lease.synchronize(self._look)
+        except AclError as error:
+            if not is_timeout(error):
+                raise
+            self._go_on(ticket, lease, None, True, time.monotonic() - self._look)
 
     def _go_on(
-        self, ticket: Ticket, lease: EventLease, timeout_s: float, stoppable: bool, begin: float
+        self,
+        ticket: Ticket,
+        lease: EventLease,
+        timeout_s: float | None,
+        stoppable: bool,
+        begin: float,
     ) -> None:
+        limit = self._timeout_s if timeout_s is None else timeout_s
         warned = False
         while True:
             spent = time.monotonic() - begin
             # Another phase may have failed already while the awaited one hangs.
-            for other in ticket.marks:
+            for _, other in ticket.recorded:
                 if other.query():
                     other.synchronize(_LOOK_UP_S)
             if stoppable and self.stop.is_set():
                 raise PipelineStopped(f"stopped during {ticket.where()}; the item is abandoned")
-            if spent >= timeout_s:
+            if spent >= limit:
                 raise FenceTimeout(
-                    f"{ticket.item.op}, layer {ticket.layer}: not finished after {timeout_s:g} s; "
+                    f"{ticket.item.op}, layer {ticket.layer}: not finished after {limit:g} s; "
                     f"waiting: {self.report()}; allowed: within the time limit; next: check that "
                     "all ranks launched, or raise the time limit"
                 )
             warned = warned or self._warned(spent, "")
             try:
-                lease.synchronize(max(_SHORTEST_S, min(_LOOK_UP_S, timeout_s - spent)))
+                lease.synchronize(_look_up(limit - spent))
                 return
             except AclError as error:
                 if not is_timeout(error):
@@ -108,7 +134,7 @@ class Waits:
             spent = time.monotonic() - begin
             if item.may_idle:
                 continue
-            limit = self._options.timeout_s
+            limit = self._timeout_s
             if spent >= limit:
                 raise FenceTimeout(
                     f"{item.op}, layer {item.layer}, stage {item.stage}: nothing came for "
@@ -118,7 +144,7 @@ class Waits:
             warned = warned or self._warned(spent, f"the gate of {item.op}, ")
 
     def _warned(self, spent: float, what: str) -> bool:
-        if self._on_stall is None or spent < self._options.stall_warn_s:
+        if self._on_stall is None or spent < self._stall_warn_s:
             return False
         self._on_stall(f"waiting for {spent:.1f} s: {what}{self.report()}")
         return True
