@@ -58,13 +58,13 @@ def camp2p(one: Any, rounds: int, clock: Clock) -> None:
     t = CamP2PTopology(1, 1, one.rank, HIDDEN, topk=TOPK)
     ops = HostCamP2POps(one.library, t)
     rows, side = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), "FFN" if t.is_ffn else "Attn"
-    out, result = ops.empty_a2e(TOKENS), torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    out = ops.empty_a2e(TOKENS)
     for _ in range(rounds):
         given = None if t.is_ffn else rows
         clock(f"a2e {side}", ops.a2e, group, given, TOKENS, stream=stream, out=out)
         one.sync(stream)
         state = out.atten_batch_size
-        clock(f"e2a {side}", ops.e2a, group, rows, state, stream=stream, out=result)
+        clock(f"e2a {side}", ops.e2a, group, rows, state, stream=stream)
         one.sync(stream)
         work = torch.zeros_like(rows)
         kernel = {"stream": stream, "microseconds": 0, "vector_cores": 1, "rows": rows, "out": work}
@@ -93,11 +93,11 @@ def camasync(one: Any, rounds: int, clock: Clock) -> None:
         return
     x = rows[:TOKENS].clone()
     ids = torch.arange(TOKENS * TOPK, dtype=torch.int32).reshape(TOKENS, TOPK) % EXPERTS
-    ids, weights, result = ids.contiguous(), torch.ones(TOKENS, TOPK), torch.zeros_like(x)
+    ids, weights = ids.contiguous(), torch.ones(TOKENS, TOPK)
     for _ in range(rounds):
         clock("dispatch_send", ops.dispatch_send, group, x, ids, 0, stream=stream)
         one.sync(stream)
-        clock("combine_recv", ops.combine_recv, group, ids, weights, stream=stream, out=result)
+        clock("combine_recv", ops.combine_recv, group, ids, weights, stream=stream)
         one.sync(stream)
 
 

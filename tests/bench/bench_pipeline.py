@@ -80,7 +80,7 @@ def _spec(connector: str, compute_us: int, copy_us: int, layers: int) -> tuple[A
         "mode": "overlap",
         "max_inflight": 2 if p2p else 3,
         "trace": True,
-        "memory_budget_bytes": 1 << 30,
+        "memory_budget_bytes": 1 << 31,
     }
     environ = {"BATCH_SIZE_FACTOR": "0.0005"}
     if connector == "camasync, core partition":

@@ -68,6 +68,10 @@ class MockCopy:
         self.device = device
         self.words: list[int] = []
 
+    @property
+    def arrived(self) -> bool:
+        return bool(self.words)
+
     def queue(self, words: Tensor, stream: int) -> None:
         self.words = []
 
@@ -153,13 +157,7 @@ class MockP2P:
         return out
 
     def e2a(
-        self,
-        group: str,
-        hidden_states: Tensor,
-        atten_batch_size: Tensor,
-        *,
-        stream: int,
-        out: Tensor | None = None,
+        self, group: str, hidden_states: Tensor, atten_batch_size: Tensor, *, stream: int
     ) -> Tensor:
         number = self.issued[group]
         self.issued[group] += 1
@@ -398,14 +396,14 @@ class MockAttentionOps:
         self._launch(stream, f"a2e.{group}", group, 1)
         return self.empty_a2e(num_tokens)
 
-    def e2a(self, group, hidden_states, atten_batch_size, *, stream, out=None):
+    def e2a(self, group, hidden_states, atten_batch_size, *, stream):
         self._launch(stream, f"e2a.{group}", group, -1)
         return hidden_states.clone()
 
     def dispatch_send(self, group, hidden_states, topk_ids, layer, *, stream):
         self._launch(stream, f"S.{layer}", group, 1)
 
-    def combine_recv(self, group, topk_ids, topk_weights, *, stream, out=None):
+    def combine_recv(self, group, topk_ids, topk_weights, *, stream):
         self._launch(stream, "R", group, -1)
         return torch.zeros(topk_ids.shape[0], self.topology.hidden, dtype=torch.bfloat16)
 

@@ -11,30 +11,16 @@ import pytest
 from xmoe.errors import ConfigError
 from xmoe.multistream import (
     LEGACY_KEYS,
-    Capabilities,
     HostFence,
-    MetadataRead,
     MultistreamConfig,
     PipelineShape,
     RecvGate,
     StreamMode,
     refuse_legacy,
 )
+from xmoe.pipeline.adapters import camp2p
 
-P2P = Capabilities(
-    connector="CAMP2P",
-    roles=frozenset({"ffn", "attention"}),
-    honours_current_stream=True,
-    recv_send_same_channel_exclusive=True,
-    recv_blocks_cores=False,
-    host_metadata=False,
-    metadata_reads=frozenset({MetadataRead.BLOCKING}),
-    graph_safe=False,
-    max_outstanding_per_channel=1,
-    ready_probe=False,
-    core_limits=True,
-    peer_abort=True,
-)
+P2P = camp2p.capabilities(peer_abort=True)
 ASYNC = dataclasses.replace(
     P2P,
     connector="CAMAsync",
@@ -44,7 +30,7 @@ ASYNC = dataclasses.replace(
     ready_probe=True,
 )
 TWO = PipelineShape(2, 1, 4, stages=2, channels=("a", "b"), vector_cores=48)
-ONE = PipelineShape(3, 1, 4, attention_groups=3, recv_bytes=1000, vector_cores=48)
+ONE = PipelineShape(3, 1, 4, attention_groups=3, slot_bytes=1000, vector_cores=48)
 GATED = {"mode": "overlap", "recv_gate": "ready_probe", "memory_budget_bytes": 2000}
 
 
@@ -135,7 +121,7 @@ def settings(**kw):
                      "send_cores": 8}), ASYNC, ONE, "56 of 48 cores"),
         (settings(**{**GATED, "recv_gate": "core_partition"}),
          dataclasses.replace(ASYNC, core_limits=False), ONE, "do not keep to core limits"),
-        (settings(recv_gate="ready_probe"), ASYNC, ONE, "2000 bytes of receive outputs"),
+        (settings(recv_gate="ready_probe"), ASYNC, ONE, "2000 bytes of buffers"),
         (settings(**{**GATED, "memory_budget_bytes": 1999}), ASYNC, ONE, "2 slots need 2000"),
         (settings(**GATED, metadata_read="device"), ASYNC, ONE, "readable here: blocking"),
         (settings(**GATED, roles=["ffn", "attention"]), ASYNC, ONE, "nothing to overlap with"),

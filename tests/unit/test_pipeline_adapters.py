@@ -26,12 +26,9 @@ from xmoe.multistream import (
     StreamMode,
 )
 from xmoe.pipeline.adapters.base import UNKNOWN_LAYER, AttentionOutput, StepPlan
-from xmoe.pipeline.adapters.camasync import (
-    AFDAsyncTransferState,
-    CamAsyncAttentionAdapter,
-    CamAsyncFfnAdapter,
-    ItemHead,
-)
+from xmoe.pipeline.adapters.camasync import AFDAsyncTransferState
+from xmoe.pipeline.adapters.camasync_attention import CamAsyncAttentionAdapter
+from xmoe.pipeline.adapters.camasync_ffn import CamAsyncFfnAdapter, ItemHead
 from xmoe.pipeline.adapters.camp2p import (
     CamP2PAttentionAdapter,
     CamP2PFfnAdapter,
@@ -286,7 +283,7 @@ def test_a_stop_buffer_ends_a_receive_that_waits(read):
         host_copy=lambda: MockCopy(device),
     )  # fmt: skip
     config = MultistreamConfig(mode=StreamMode.SERIAL, wait_timeout_s=0.5, metadata_read=read)
-    shape = PipelineShape(1, 1, 9, recv_bytes=64)
+    shape = PipelineShape(1, 1, 9, slot_bytes=64)
     loop = FfnLoop(device, adapter, PlusOne(device, ops), config, shape)
     taken = adapter._recv
 
@@ -324,7 +321,7 @@ def test_the_operators_own_shutdown_item_ends_the_loop():
         mode=StreamMode.OVERLAP, recv_gate=RecvGate.READY_PROBE, memory_budget_bytes=1000,
         wait_timeout_s=0.05,
     )  # fmt: skip
-    shape = PipelineShape(1, 1, 9, recv_bytes=64)
+    shape = PipelineShape(1, 1, 9, slot_bytes=64)
     loop = FfnLoop(device, adapter, PlusOne(device, ops), config, shape)
     read = adapter._metadata
 
@@ -388,7 +385,7 @@ def test_without_an_abort_word_the_rest_of_the_step_is_answered_with_nan(connect
         ops = MockAsync(device, 2, 4)
         ops.rows = lambda group, layer: 2
         adapter = CamAsyncFfnAdapter(ops, "afd", gate=RecvGate.READY_PROBE, probe=ops, capacity=8)
-        shape = PipelineShape(2, 1, 4, attention_groups=2, recv_bytes=64)
+        shape = PipelineShape(2, 1, 4, attention_groups=2, slot_bytes=64)
         config = MultistreamConfig(
             mode=StreamMode.OVERLAP, recv_gate=RecvGate.READY_PROBE, memory_budget_bytes=1000,
             wait_timeout_s=0.05,

@@ -40,11 +40,13 @@ from xmoe.kernels.ops.cam.host_memory import PinnedCopy, StopBuffer
 from xmoe.kernels.ops.cam.npu import NpuCamAsyncOps, NpuCamP2POps
 from xmoe.kernels.ops.cam.protocols import CamAsyncOps, CamP2POps
 from xmoe.kernels.ops.cam.soft import HostWaits, KernelTrace, SoftCam, TaskTrace
-from xmoe.kernels.ops.cam.topology import CamAsyncTopology, CamP2PTopology, receive_capacity
+from xmoe.kernels.ops.cam.topology import CamAsyncTopology, CamP2PTopology
 from xmoe.multistream import Capabilities, MultistreamConfig, PipelineShape, StreamMode
 from xmoe.outputs import note
 from xmoe.pipeline.adapters import camasync, camp2p
 from xmoe.pipeline.adapters.base import StepPlan
+from xmoe.pipeline.adapters.camasync_attention import CamAsyncAttentionAdapter
+from xmoe.pipeline.adapters.camasync_ffn import CamAsyncFfnAdapter
 from xmoe.pipeline.attention import AttentionLoop
 from xmoe.pipeline.executor import StreamExecutor
 from xmoe.pipeline.ffn import FfnLoop
@@ -74,7 +76,8 @@ class RunSpec:
     """What to run; the same on all ranks.
 
     `tokens` are one Attention rank's of one stage. `uneven` takes one token from every second
-    rank. `experts` are one FFN rank's. `device`: "host" for CPU tensors, "npu" for torch_npu's.
+    rank. `experts` are one FFN rank's; `shared_expert` takes the older operators, which carry one
+    more. `device`: "host" for CPU tensors, "npu" for torch_npu's.
     """
 
     connector: str
@@ -89,6 +92,7 @@ class RunSpec:
     experts: int = 4
     tp_size: int = 1
     dynamic_quant: bool = False
+    shared_expert: bool = False
     uneven: bool = False
     routing: str = "mixed"
     compute_us: int = 200
@@ -130,13 +134,19 @@ class RunSpec:
         if self.connector == "camp2p":
             return camp2p.capabilities(peer_abort=True)
         return camasync.capabilities(
-            self.async_topology(0), ready_probe=True, core_limits=True, peer_abort=True
+            self.async_topology(0),
+            ready_probe=True,
+            core_limits=True,
+            peer_abort=True,
+            shared_expert=self.shared_expert,
         )
 
     def shape(self, vector_cores: int | None = None) -> PipelineShape:
         """The deployment for the settings' checks; a device's cores are known in its ranks."""
         p2p = self.connector == "camp2p"
-        itemsize = 1 if self.dynamic_quant else 2
+        held = 0
+        if not p2p:
+            held = camasync.slot_bytes(self.async_topology(0), shared_expert=self.shared_expert)
         return PipelineShape(
             attention_ranks=self.attn,
             ffn_ranks=self.ffn,
@@ -145,7 +155,7 @@ class RunSpec:
             channels=tuple(f"stage{s}" for s in range(self.stages)) if p2p else ("afd",),
             attention_groups=self.attn // self.tp_size,
             tp_size=self.tp_size,
-            recv_bytes=0 if p2p else receive_capacity() * self.hidden * itemsize,
+            slot_bytes=held,
             vector_cores=vector_cores,
             dynamic_quant=self.dynamic_quant,
         )
@@ -185,7 +195,7 @@ class _Rank:
                 f"{self.library.path} is not the software device's; allowed: XMOE_DEVICE=soft, the "
                 "synthetic model is made of its test kernels; next: set it"
             )
-        self.soft = SoftCam(self.library)
+        self.soft = SoftCam(self.library, shared_expert=spec.shared_expert)
         self.vector_cores = self.soft.free_cores(rank)[0]  # nothing runs yet
 
     @contextlib.contextmanager
@@ -232,8 +242,8 @@ class _Rank:
         """The operators for this rank's tensors."""
         topology, device = self.spec.async_topology(self.rank), self.device.torch_device
         if device.type == "npu":
-            return NpuCamAsyncOps(topology, device)
-        return HostCamAsyncOps(self.library, topology)
+            return NpuCamAsyncOps(topology, device, shared_expert=self.spec.shared_expert)
+        return HostCamAsyncOps(self.library, topology, shared_expert=self.spec.shared_expert)
 
     def stop_buffer(self, ops: CamAsyncOps) -> StopBuffer | None:
         """Where the operators take one."""
@@ -244,7 +254,7 @@ class _Rank:
     def ffn_loop(self, config: MultistreamConfig, groups: tuple[str, ...]) -> FfnLoop:
         """The FFN side of the connector."""
         s, cores = self.spec, config.compute_cores or SyntheticFfn.vector_cores
-        adapter: camp2p.CamP2PFfnAdapter | camasync.CamAsyncFfnAdapter
+        adapter: camp2p.CamP2PFfnAdapter | CamAsyncFfnAdapter
         if s.connector == "camp2p":
             p2p = self.p2p_ops()
             most = s.tokens * p2p.topology.ratio
@@ -254,7 +264,7 @@ class _Rank:
             self.soft.set_cores(config.recv_cores, config.send_cores)
             ops = self.async_ops()
             words = ops.topology.info_length(ops.shared_expert)
-            adapter = camasync.CamAsyncFfnAdapter(
+            adapter = CamAsyncFfnAdapter(
                 ops,
                 groups[0],
                 gate=config.recv_gate,
@@ -276,11 +286,11 @@ class _Rank:
     def attention_loop(self, config: MultistreamConfig, groups: tuple[str, ...]) -> AttentionLoop:
         """The Attention side of the connector."""
         s = self.spec
-        adapter: camp2p.CamP2PAttentionAdapter | camasync.CamAsyncAttentionAdapter
+        adapter: camp2p.CamP2PAttentionAdapter | CamAsyncAttentionAdapter
         if s.connector == "camp2p":
             adapter = camp2p.CamP2PAttentionAdapter(self.p2p_ops(), groups, aborter=self.soft)
         else:
-            adapter = camasync.CamAsyncAttentionAdapter(
+            adapter = CamAsyncAttentionAdapter(
                 self.async_ops(),
                 groups[0],
                 stages=s.stages,

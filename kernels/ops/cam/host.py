@@ -186,13 +186,7 @@ class HostCamP2POps(_Operators):
         )
 
     def e2a(
-        self,
-        group: str,
-        hidden_states: Tensor,
-        atten_batch_size: Tensor,
-        *,
-        stream: int,
-        out: Tensor | None = None,
+        self, group: str, hidden_states: Tensor, atten_batch_size: Tensor, *, stream: int
     ) -> Tensor:
         """See `CamP2POps.e2a`. Asynchronous. Raises ConfigError or AclError before anything is
         queued."""
@@ -201,26 +195,22 @@ class HostCamP2POps(_Operators):
         self._check("atten_batch_size", atten_batch_size, _INT32, (t.ratio,))
         rows = hidden_states.shape[0]
         _check_rows(t, "rows of hidden_states", rows)
-        if t.is_ffn:
-            result = self._dummy
-        else:
-            result = torch.empty_like(hidden_states) if out is None else out
-            self._check("out", result, _HALF, (rows, t.hidden))
-        key = ("e2a", group, hidden_states.dtype, result.dtype)
-        plan = self._plans.get(key, lambda: self._e2a_plan(group, hidden_states, result))
+        result = self._dummy if t.is_ffn else self._empty(rows, t.hidden)
+        key = ("e2a", group, hidden_states.dtype)
+        plan = self._plans.get(key, lambda: self._e2a_plan(group, hidden_states.dtype))
         addresses = (hidden_states.data_ptr(), atten_batch_size.data_ptr(), result.data_ptr())
         plan.launch(rows, 0, 0, stream, *addresses)
         return result
 
-    def _e2a_plan(self, group: str, sent: Tensor, result: Tensor) -> OpPlan:
+    def _e2a_plan(self, group: str, dtype: torch.dtype) -> OpPlan:
         t = self._topology
         rows: tuple[int | str, int] = (1, 1) if t.is_ffn else (TOKENS, t.hidden)
         parameters = (
-            _given("hidden_states", sent.dtype, TOKENS, t.hidden),
+            _given("hidden_states", dtype, TOKENS, t.hidden),
             _given("atten_batch_size", torch.int32, t.ratio),
             *(TOKENS, t.hidden, t.topk, t.ffn_size, t.attn_size, t.rank),
             *(group, t.aiv_num),
-            _made("out", result.dtype, *rows),
+            _made("result", self._dtype, *rows),
         )
         return self._library.plan("aclnnE2a", parameters)
 
@@ -274,13 +264,7 @@ class HostCamAsyncOps(_Operators):
         return self._shared
 
     def dispatch_send(
-        self,
-        group: str,
-        hidden_states: Tensor,
-        topk_ids: Tensor,
-        layer: int,
-        *,
-        stream: int,
+        self, group: str, hidden_states: Tensor, topk_ids: Tensor, layer: int, *, stream: int
     ) -> None:
         """See `CamAsyncOps.dispatch_send`. Asynchronous; the arguments stay alive until the stream
         passed."""
@@ -462,13 +446,7 @@ class HostCamAsyncOps(_Operators):
         return self._library.plan(self._prefix + "CombineSend", parameters)
 
     def combine_recv(
-        self,
-        group: str,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        *,
-        stream: int,
-        out: Tensor | None = None,
+        self, group: str, topk_ids: Tensor, topk_weights: Tensor, *, stream: int
     ) -> Tensor:
         """See `CamAsyncOps.combine_recv`. Asynchronous; the result is valid once the stream
         passed."""
@@ -477,15 +455,14 @@ class HostCamAsyncOps(_Operators):
         self._check("topk_ids", topk_ids, _INT32, (None, t.topk))
         tokens = topk_ids.shape[0]
         self._check("topk_weights", topk_weights, _FLOAT, (tokens, t.topk))
-        result = self._empty(tokens, t.hidden) if out is None else out
-        self._check("out", result, _HALF, (tokens, t.hidden))
-        key = ("combine_recv", group, result.dtype)
-        plan = self._plans.get(key, lambda: self._combine_recv_plan(group, result.dtype))
+        result = self._empty(tokens, t.hidden)
+        key = ("combine_recv", group)
+        plan = self._plans.get(key, lambda: self._combine_recv_plan(group))
         addresses = (topk_ids.data_ptr(), topk_weights.data_ptr(), result.data_ptr())
         plan.launch(tokens, 0, 0, stream, *addresses)
         return result
 
-    def _combine_recv_plan(self, group: str, dtype: torch.dtype) -> OpPlan:
+    def _combine_recv_plan(self, group: str) -> OpPlan:
         t = self._topology
         parameters = (
             self._constant(self._anchor),
@@ -495,6 +472,6 @@ class HostCamAsyncOps(_Operators):
             *(0, TOKENS, t.hidden, t.topk, t.ffn_size, t.attn_size, t.experts_per_rank),
             *(t.rank, t.world_size),
             group,
-            _made("out", dtype, TOKENS, t.hidden),
+            _made("result", self._dtype, TOKENS, t.hidden),
         )
         return self._library.plan(self._prefix + "CombineRecv", parameters)

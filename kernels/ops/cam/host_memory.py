@@ -14,6 +14,7 @@ from xmoe.kernels.ops.cam.binding import CamLibrary
 from xmoe.kernels.ops.cam.topology import require
 
 _TO_DEVICE, _TO_HOST = 1, 2
+_NOT_YET = -(1 << 63)
 _STOP_WORDS = 4
 
 
@@ -46,6 +47,7 @@ class PinnedCopy:
         self._memory = _Pinned(library, words)
         self._size = words
         self._count = 0
+        self._blank = library.ffi.new("int64_t[]", [_NOT_YET] * words)
 
     def queue(self, words: Tensor, stream: int) -> None:
         """See HostCopy. `words` must stay unchanged until the stream passed the copy."""
@@ -54,8 +56,14 @@ class PinnedCopy:
         wanted = f"at most {self._size} int64 values, contiguous"
         require("words", (words.dtype, count), ok, wanted, "make the copy for what it carries")
         self._count = count
+        self._library.ffi.memmove(self._memory.words, self._blank, count * 8)
         to, source = self._memory.words, words.data_ptr()
         _copy(self._library, to, source, count * 8, _TO_HOST, stream)
+
+    @property
+    def arrived(self) -> bool:
+        """See HostCopy; a copy may be seen half-done, so all words count."""
+        return _NOT_YET not in self.read()
 
     def read(self) -> list[int]:
         """See HostCopy."""

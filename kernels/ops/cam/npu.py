@@ -62,16 +62,9 @@ class NpuCamP2POps:
             return A2EOutput(*self._a2e(x, *absent, *self._place(num_tokens, group), 0))
 
     def e2a(
-        self,
-        group: str,
-        hidden_states: Tensor,
-        atten_batch_size: Tensor,
-        *,
-        stream: int,
-        out: Tensor | None = None,
+        self, group: str, hidden_states: Tensor, atten_batch_size: Tensor, *, stream: int
     ) -> Tensor:
         """See `CamP2POps.e2a`. Asynchronous."""
-        _refuse_outputs(out)
         place = self._place(hidden_states.shape[0], group)
         with on_stream(self._device, stream):
             result: Tensor = self._e2a(hidden_states, atten_batch_size, *place)
@@ -169,16 +162,9 @@ class NpuCamAsyncOps:
             )
 
     def combine_recv(
-        self,
-        group: str,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        *,
-        stream: int,
-        out: Tensor | None = None,
+        self, group: str, topk_ids: Tensor, topk_weights: Tensor, *, stream: int
     ) -> Tensor:
         """See `CamAsyncOps.combine_recv`. Asynchronous."""
-        _refuse_outputs(out)
         tokens = (0, topk_ids.shape[0])
         with on_stream(self._device, stream):
             result: Tensor = self._combine_recv(

@@ -81,13 +81,7 @@ class CamP2POps(Protocol):
         ...
 
     def e2a(
-        self,
-        group: str,
-        hidden_states: Tensor,
-        atten_batch_size: Tensor,
-        *,
-        stream: int,
-        out: Tensor | None = None,
+        self, group: str, hidden_states: Tensor, atten_batch_size: Tensor, *, stream: int
     ) -> Tensor:
         """FFN: send the [T, H] result back, returns a dummy. Attention: returns its [T, H] result;
         `hidden_states` gives the number of rows."""
@@ -115,13 +109,7 @@ class CamAsyncOps(Protocol):
         ...
 
     def dispatch_send(
-        self,
-        group: str,
-        hidden_states: Tensor,
-        topk_ids: Tensor,
-        layer: int,
-        *,
-        stream: int,
+        self, group: str, hidden_states: Tensor, topk_ids: Tensor, layer: int, *, stream: int
     ) -> None:
         """Attention: send [T, H] rows to the ranks of their experts. T may not be 0."""
         ...
@@ -152,13 +140,7 @@ class CamAsyncOps(Protocol):
         ...
 
     def combine_recv(
-        self,
-        group: str,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        *,
-        stream: int,
-        out: Tensor | None = None,
+        self, group: str, topk_ids: Tensor, topk_weights: Tensor, *, stream: int
     ) -> Tensor:
         """Attention: wait for all FFN ranks, weight and sum. Returns [T, H]."""
         ...
@@ -176,7 +158,14 @@ class HostCopy(Protocol):
     """Pinned host memory of one slot for the words of a small int64 tensor."""
 
     def queue(self, words: Tensor, stream: int) -> None:
-        """Copy `words` in the order of `stream`. Does not wait."""
+        """Copy `words` (none of them is the smallest int64) in the order of `stream`. Does not
+        wait."""
+        ...
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the last copy was made, as the memory itself shows. Does not wait, or ask the
+        device; no order of other memory follows from it."""
         ...
 
     def read(self) -> list[int]:

@@ -180,10 +180,10 @@ def _a2e_outputs(x: Tensor, ids: Any = None, scales: Any = None, batch: int = 0,
 
 def _e2a(x: Tensor, state: Tensor, batch: int = 0, hidden: int = 0, topk: int = 0, ffn: int = 0,
          attn: int = 0, rank: int = 0, group: str = "", aiv: int = 0) -> Tensor:  # fmt: skip
-    out = _e2a_output(x, state, batch, hidden, topk, ffn, attn, rank)
     ops = _p2p(x.device, torch.bfloat16, ffn, attn, rank, hidden, topk, aiv)
-    ops.e2a(group, x, state, stream=_stream(x), out=None if rank < ffn else out)
-    return out
+    result = ops.e2a(group, x, state, stream=_stream(x))
+    # An FFN rank's is one dummy for all calls; an operator's results must not alias.
+    return torch.empty_like(result) if rank < ffn else result
 
 
 def _e2a_output(x: Tensor, state: Tensor, batch: int = 0, hidden: int = 0, topk: int = 0,

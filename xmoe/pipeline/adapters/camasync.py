@@ -9,31 +9,14 @@ dispatch in a group, whatever its stages. No operator enforces it.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from xmoe.errors import CommError, ConfigError
-from xmoe.kernels.ops.cam.protocols import CamAsyncOps, DispatchItem, HostCopy, ReadinessProbe
+from xmoe.kernels.ops.cam.protocols import CamAsyncOps, ReadinessProbe
 from xmoe.kernels.ops.cam.topology import CamAsyncTopology, receive_capacity
-from xmoe.kernels.ops.torch_stream import on_stream
-from xmoe.multistream import Capabilities, MetadataRead, RecvGate
-from xmoe.pipeline.adapters.base import (
-    UNKNOWN_LAYER,
-    AttentionModel,
-    AttentionOutput,
-    ConnectorAdapter,
-    FfnInput,
-    FfnModel,
-    GroupAborter,
-    StepPlan,
-)
-from xmoe.pipeline.channels import ChannelRule
-from xmoe.pipeline.items import Phase, PhaseContext, PhaseKind, WorkItem
+from xmoe.multistream import Capabilities, MetadataRead
+from xmoe.pipeline.adapters.base import ConnectorAdapter, GroupAborter
 
 
 @dataclass(slots=True)
@@ -56,42 +39,6 @@ class AFDAsyncTransferState:
     dynamic_scales_shared: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class ItemHead:
-    """The host's reading of one received item."""
-
-    attention_rank: int
-    layer: int
-    first_expert: int
-    last_expert: int
-    num_tokens: int
-    shared_tokens: int = 0
-
-    @classmethod
-    def of(cls, info: list[int], topology: CamAsyncTopology, shared: bool) -> ItemHead:
-        """From batch_info: behind its five words and the prefixes come the counts of the whole
-        dispatch, by TP rank, then expert slot; slot 0 is the shared expert where there is one."""
-        rank, layer, first, last = info[1:5]
-        if rank < 0:  # the operators' shutdown item carries nothing
-            return cls(rank, layer, first, last, 0)
-        width = topology.experts_per_rank + shared
-        counts = info[5 + topology.tp_size :]
-        rows = [sum(counts[slot::width]) for slot in range(first, last + 1)]
-        own = rows[0] if shared and first == 0 else 0
-        return cls(rank, layer, first, last, sum(rows) - own, own)
-
-
-class StopBuffer(Protocol):
-    """The operators' own way to end a receive that waits."""
-
-    @property
-    def tensor(self) -> Tensor:
-        """What a receive is given in place of its placeholder."""
-
-    def write(self, stream: int) -> None:
-        """Set it, from the host, on a stream that no operator holds. Final."""
-
-
 def device_metadata_problem(
     topology: CamAsyncTopology, capacity: int, shared_expert: bool = False
 ) -> str:
@@ -107,6 +54,26 @@ def device_metadata_problem(
     return (
         f"device: up to {rows} rows of a dispatch do not fit a receive of {capacity}, and the host "
         "must see which part is the last"
+    )
+
+
+def slot_bytes(
+    topology: CamAsyncTopology,
+    *,
+    capacity: int | None = None,
+    shared_expert: bool = False,
+    itemsize: int = 2,
+) -> int:
+    """Bytes of device memory that an FFN slot may hold: what a receive fills, rows for the model's
+    results, and one row for items without any. `itemsize` is the model type's."""
+    t, quant = topology, topology.dynamic_quant
+    rows = receive_capacity() if capacity is None else capacity
+    received = rows * t.hidden * (1 if quant else itemsize) + 4 * (rows if quant else 1)
+    counts = 8 * (t.info_length(shared_expert) + t.experts_per_rank + shared_expert)
+    return (
+        (received + rows * t.hidden * itemsize) * (1 + shared_expert)
+        + counts
+        + (t.hidden * itemsize)
     )
 
 
@@ -143,460 +110,42 @@ def capabilities(
     )
 
 
-@dataclass
-class _SlotBuffers:
-    """`own`: what receives are told to fill; None where each makes its outputs anew. `copy`: pinned
-    memory for metadata."""
-
-    own: DispatchItem | None
-    copy: HostCopy | None
-    received: DispatchItem | None = None
-    computed: Tensor | None = None
-    shared: Tensor | None = None
-    empty: Tensor | None = None
-
-    @property
-    def item(self) -> DispatchItem:
-        """What the slot's receive brought."""
-        assert self.received is not None
-        return self.received
-
-
-class _Posted:
-    """A receive whose item is not over."""
-
-    def __init__(self, posted: set[_Posted]) -> None:
-        self._all = posted
-        posted.add(self)
-
-    def close(self) -> None:
-        self._all.discard(self)
-
-
-class CamAsyncFfnAdapter(ConnectorAdapter):
-    """FFN side.
-
-    Args:
-        gate: whether a receive is posted only when something is there. `probe` answers that.
-        metadata_read: blocking: the host reads batch_info once the receive is over. pinned_async:
-            it is copied to pinned memory in the receive's stream, behind the receive. device: the
-            host reads nothing, the model takes layer and rows from device tensors.
-        host_copy: makes a slot's pinned memory. stop: ends a receive that waits.
-        capacity: rows of a receive output, the operators' own; None asks the operators.
-        alive: called while idle; raises when a peer is gone.
-    """
-
-    def __init__(
-        self,
-        ops: CamAsyncOps,
-        group: str,
-        *,
-        gate: RecvGate = RecvGate.NONE,
-        probe: ReadinessProbe | None = None,
-        aborter: GroupAborter | None = None,
-        capacity: int | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        core_limits: bool = False,
-        alive: Callable[[], None] | None = None,
-        metadata_read: MetadataRead = MetadataRead.BLOCKING,
-        host_copy: Callable[[], HostCopy] | None = None,
-        stop: StopBuffer | None = None,
-    ) -> None:
-        super().__init__(ops.topology, (group,), is_ffn=True, first="Attention", aborter=aborter)
-        if gate is RecvGate.READY_PROBE and probe is None:
-            raise ConfigError(
-                'recv_gate="ready_probe" without a probe; allowed: an operator library that has '
-                'one; next: recv_gate="core_partition", or mode="serial"'
-            )
-        self._ops = ops
-        self._topology = ops.topology
-        self._group = group
-        self._probe = probe
-        self._core_limits = core_limits
-        self._gate = gate
-        self._capacity = capacity
-        self._dtype = dtype
-        self._alive = alive
-        self._read = metadata_read
-        self._host_copy = host_copy
-        self._stop = stop
-        self._idle = 0
-        self._slots: dict[int, _SlotBuffers] = {}
-        self._partial: ItemHead | None = None
-        self._posted: set[_Posted] = set()
-        self.finished = 0
-        self.stopped = False
-        self.metadata_reads = 0
-        self.heads: deque[ItemHead] = deque(maxlen=1024)
-        if metadata_read not in self.capabilities.metadata_reads:
-            raise ConfigError(
-                f'metadata_read="{metadata_read.value}" is not possible: '
-                f"{'; '.join(self.capabilities.metadata_problems)}; allowed: "
-                f"{', '.join(sorted(way.value for way in self.capabilities.metadata_reads))}; "
-                "next: choose one of them"
-            )
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """See Adapter."""
-        return capabilities(
-            self._topology,
-            ready_probe=self._probe is not None,
-            core_limits=self._core_limits,
-            peer_abort=self._aborter is not None,
-            capacity=self._capacity,
-            shared_expert=self._ops.shared_expert,
-            host_copy=self._host_copy is not None,
-        )
-
-    def channels(self) -> tuple[ChannelRule, ...]:
-        """Receives on one stream, sends on one stream in their order, the two side by side."""
-        return (ChannelRule(self._group),)
-
-    def items(self, plan: StepPlan, model: FfnModel) -> Iterator[WorkItem]:
-        """Items until the step's dispatches are finished; a dispatch may come in several."""
-        goal = None if plan.dispatches is None else self.finished + plan.dispatches
-        while not self.stopped and (goal is None or self.finished < goal):
-            yield self.item(model, may_idle=goal is None)
-
-    def item(self, model: FfnModel, *, may_idle: bool = False) -> WorkItem:
-        """Receive whatever is next, compute, send. `may_idle`: perhaps nothing is."""
-        gate = self._ready if self._gate is RecvGate.READY_PROBE else None
-        group = self._group
-        phases = [
-            Phase(PhaseKind.RECV, group, self._recv),
-            Phase(PhaseKind.METADATA, group, self._metadata),
-            Phase(PhaseKind.COMPUTE, "ffn", lambda context: self._compute(context, model)),
-            Phase(PhaseKind.SEND, group, self._send),
-        ]
-        if self._read is MetadataRead.DEVICE:
-            del phases[1]
-        return WorkItem(
-            "camasync", UNKNOWN_LAYER, tuple(phases), gate=gate, may_idle=may_idle
-        )
-
-    def settled(self) -> None:
-        """See FfnAdapter."""
-        self._posted.clear()
-
-    def stop(self, stream: int) -> bool:
-        """See FfnAdapter. Without a stop buffer nothing can; with a readiness probe no receive
-        waits, so the loop can end between two items."""
-        if self._stop is None or self._gate is RecvGate.READY_PROBE:
-            return False
-        self._stop.write(stream)
-        if self._read is MetadataRead.DEVICE:
-            self.stopped = True  # nobody reads that an item is the shutdown item
-        return True
-
-    def _ready(self) -> bool:
-        assert self._probe is not None
-        # The probe still counts what a posted receive has not taken yet. Where the host reads the
-        # metadata that receive is over; else only items that are over certainly took theirs, and a
-        # receive posted for nothing would hold all cores.
-        if self._probe.ready(self._topology, self._group) > len(self._posted):
-            self._idle = 0
-            return True
-        self._idle += 1
-        if self._alive is not None and self._idle % 256 == 0:
-            self._alive()
-        return False
-
-    def _recv(self, context: PhaseContext) -> None:
-        buffers = self._buffers(context.slot)
-        stop = None if self._stop is None else self._stop.tensor
-        item = self._ops.dispatch_recv(
-            self._group, stream=context.stream.handle(), out=buffers.own, stop=stop
-        )
-        buffers.received = item
-        context.keep(buffers, item, stop)
-        if self._read is MetadataRead.DEVICE:
-            context.own(_Posted(self._posted))
-        if buffers.copy is not None:
-            # Read again: torch operators may have been queued on the host since.
-            buffers.copy.queue(item.batch_info, context.stream.handle())
-
-    def _metadata(self, context: PhaseContext) -> None:
-        """Host read, after the receive is over: who sent it, which layer, how many rows."""
-        t, buffers = self._topology, self._buffers(context.slot)
-        item = buffers.item
-        info = item.batch_info.tolist() if buffers.copy is None else buffers.copy.read()
-        self.metadata_reads += 1
-        head = ItemHead.of(info, t, self._ops.shared_expert)
-        self._check_order(head)
-        tokens, shared, quant = head.num_tokens, head.shared_tokens, t.dynamic_quant
-        context.layer = head.layer
-        context.values["head"] = head
-        context.values["state"] = AFDAsyncTransferState(
-            max(1, info[0]),
-            t.hidden,
-            t.topk,
-            head.layer,
-            item.batch_info,
-            item.shared_count,
-            item.tokens_per_expert,
-            item.scales[:tokens] if quant else None,
-            None if item.shared_hidden_states is None else item.shared_hidden_states[:shared],
-            None if item.shared_scales is None or not quant else item.shared_scales[:shared],
-        )
-        self.heads.append(head)
-        if head.attention_rank < 0:
-            self.stopped = True  # the operators' own shutdown item; combine_send skips it
-        elif head.last_expert == self._last_expert:
-            self.finished += 1
-            self._partial = None
-        else:
-            self._partial = head
-
-    @property
-    def _last_expert(self) -> int:
-        return self._topology.experts_per_rank - 1 + int(self._ops.shared_expert)
-
-    def _check_order(self, head: ItemHead) -> None:
-        """A dispatch that comes in parts comes in one piece, in the order of its experts."""
-        before = self._partial
-        if before is None or head.attention_rank < 0:
-            return
-        same = (head.attention_rank, head.layer) == (before.attention_rank, before.layer)
-        if not same or head.first_expert != before.last_expert + 1:
-            raise CommError(
-                f"received {head} after the unfinished {before}; allowed: the rest of the same "
-                "dispatch; next: keep all receives of a group on one stream"
-            )
-
-    def _compute(self, context: PhaseContext, model: FfnModel) -> None:
-        buffers, stream = self._buffers(context.slot), context.stream.handle()
-        item = buffers.item
-        self._make_outputs(buffers, stream)
-        assert buffers.computed is not None
-        if self._read is MetadataRead.DEVICE:
-            self._compute_unread(context, model, stream)
-            return
-        head: ItemHead = context.values["head"]
-        state: AFDAsyncTransferState = context.values["state"]
-        rows = head.num_tokens
-        if rows > 0:
-            routed = FfnInput(
-                item.hidden_states[:rows],
-                head.layer,
-                context.stage,
-                state.dynamic_scales,
-                state.group_list,
-                batch_info=item.batch_info,
-            )
-            model.compute(routed, buffers.computed[:rows], stream)
-        if head.shared_tokens > 0:
-            assert state.expand_x_shared is not None and buffers.shared is not None
-            rows_in, scales = state.expand_x_shared, state.dynamic_scales_shared
-            shared = FfnInput(rows_in, head.layer, context.stage, scales, shared=True)
-            model.compute(shared, buffers.shared[: head.shared_tokens], stream)
-
-    def _compute_unread(self, context: PhaseContext, model: FfnModel, stream: int) -> None:
-        """Over the whole receive buffers; device tensors say how much of them is filled."""
-        buffers, quant = self._buffers(context.slot), self._topology.dynamic_quant
-        item = buffers.item
-        assert buffers.computed is not None
-        routed = FfnInput(
-            item.hidden_states,
-            UNKNOWN_LAYER,
-            context.stage,
-            item.scales if quant else None,
-            item.tokens_per_expert,
-            batch_info=item.batch_info,
-        )
-        model.compute(routed, buffers.computed, stream)
-        if item.shared_hidden_states is not None:
-            assert buffers.shared is not None
-            shared = FfnInput(
-                item.shared_hidden_states,
-                UNKNOWN_LAYER,
-                context.stage,
-                item.shared_scales if quant else None,
-                item.shared_count,
-                shared=True,
-                batch_info=item.batch_info,
-            )
-            model.compute(shared, buffers.shared, stream)
-
-    def _send(self, context: PhaseContext) -> None:
-        """Answer every item, also one without a row: Attention waits for all FFN ranks."""
-        buffers, stream = self._buffers(context.slot), context.stream.handle()
-        rows, shared = buffers.computed, buffers.shared
-        assert rows is not None
-        if self._read is MetadataRead.DEVICE:
-            self.finished += 1
-        else:
-            head: ItemHead = context.values["head"]
-            rows = self._filled(buffers, rows, head.num_tokens, stream)
-            if shared is not None:
-                shared = self._filled(buffers, shared, head.shared_tokens, stream)
-        info = buffers.item.batch_info
-        self._ops.combine_send(self._group, rows, info, stream=stream, shared_out=shared)
-
-    def _filled(self, buffers: _SlotBuffers, rows: Tensor, count: int, stream: int) -> Tensor:
-        """The rows that were computed, or one zero row. Never the receive buffer as a stand-in:
-        with quantisation it is int8, which combine_send refuses."""
-        if count:
-            return rows[:count]
-        if buffers.empty is None:
-            with on_stream(rows.device, stream):
-                buffers.empty = torch.zeros(
-                    1, self._topology.hidden, dtype=self._dtype, device=rows.device
-                )
-        return buffers.empty
-
-    def _buffers(self, slot: int) -> _SlotBuffers:
-        found = self._slots.get(slot)
-        if found is None:
-            copy = None
-            if self._read is MetadataRead.PINNED_ASYNC:
-                assert self._host_copy is not None
-                copy = self._host_copy()
-            found = _SlotBuffers(self._ops.empty_item(self._capacity), copy)
-            self._slots[slot] = found
-        return found
-
-    def _make_outputs(self, buffers: _SlotBuffers, stream: int) -> None:
-        """Once for each slot; they belong to the stream that computes."""
-        if buffers.computed is None:
-            item = buffers.item
-
-            with on_stream(item.hidden_states.device, stream):
-                buffers.computed = torch.empty_like(item.hidden_states, dtype=self._dtype)
-                if item.shared_hidden_states is not None:
-                    buffers.shared = torch.empty_like(buffers.computed)
-
-    def leftovers(self) -> tuple[str, ...]:
-        """A dispatch of which a part is missing."""
-        return () if self._partial is None else (f"unfinished {self._partial}",)
-
-
-@dataclass(frozen=True)
-class _Pending:
-    layer: int
-    topk_ids: Tensor
-    topk_weights: Tensor
-    hidden_states: Tensor
-    state: AFDAsyncTransferState
-
-
-class CamAsyncAttentionAdapter(ConnectorAdapter):
-    """Attention side. Pending dispatches are kept in a FIFO for each stage.
+class CamAsyncAdapter(ConnectorAdapter):
+    """What both roles share.
 
     `probe` and `core_limits` say what the operator library has: both roles check one configuration.
+    `capacity`: rows of a receive output, the operators' own; None asks the operators.
     """
-
-    interleaves = True
 
     def __init__(
         self,
         ops: CamAsyncOps,
         group: str,
         *,
-        stages: int = 1,
-        probe: ReadinessProbe | None = None,
-        aborter: GroupAborter | None = None,
-        core_limits: bool = False,
-        capacity: int | None = None,
+        is_ffn: bool,
+        aborter: GroupAborter | None,
+        probe: ReadinessProbe | None,
+        core_limits: bool,
+        capacity: int | None,
+        host_copy: bool = True,
     ) -> None:
-        super().__init__(ops.topology, (group,), is_ffn=False, first="Attention", aborter=aborter)
+        super().__init__(ops.topology, (group,), is_ffn=is_ffn, first="Attention", aborter=aborter)
         self._ops = ops
         self._topology = ops.topology
         self._group = group
-        self._capacity = capacity
         self._probe = probe
-        self._core_limits = core_limits
-        self._pending: tuple[deque[_Pending], ...] = tuple(deque() for _ in range(stages))
+        self._capacity = capacity
+        self._capabilities = capabilities(
+            ops.topology,
+            ready_probe=probe is not None,
+            core_limits=core_limits,
+            peer_abort=aborter is not None,
+            capacity=capacity,
+            shared_expert=ops.shared_expert,
+            host_copy=host_copy,
+        )
 
     @property
     def capabilities(self) -> Capabilities:
         """See Adapter."""
-        return capabilities(
-            self._topology,
-            ready_probe=self._probe is not None,
-            core_limits=self._core_limits,
-            peer_abort=self._aborter is not None,
-            capacity=self._capacity,
-            shared_expert=self._ops.shared_expert,
-        )
-
-    def channels(self) -> tuple[ChannelRule, ...]:
-        """One unanswered dispatch of this rank, whatever its stages."""
-        return (ChannelRule(self._group, 1, PhaseKind.SEND, PhaseKind.RECV),)
-
-    def item(
-        self, plan: StepPlan, layer: int, stage: int, hidden_states: Tensor, model: AttentionModel
-    ) -> WorkItem:
-        """See AttentionAdapter."""
-        fifo = self._fifo(stage)
-
-        def compute(context: PhaseContext) -> None:
-            given = context.values.pop("hidden", hidden_states)
-            made = model.compute(given, layer, stage, context.stream.handle())
-            context.keep(given, made)
-            context.values["made"] = made
-
-        def send(context: PhaseContext) -> None:
-            made = context.values.pop("made")
-            self._dispatch(context, fifo, layer, made)
-
-        phases = []
-        if layer > 0:
-            phases.append(
-                Phase(PhaseKind.RECV, self._group, lambda c: self._combine(c, fifo, layer - 1))
-            )
-        if layer < plan.layers:
-            phases.append(Phase(PhaseKind.COMPUTE, "attention", compute))
-            phases.append(Phase(PhaseKind.SEND, self._group, send))
-        return WorkItem("camasync", layer, tuple(phases), stage)
-
-    def _fifo(self, stage: int) -> deque[_Pending]:
-        if not 0 <= stage < len(self._pending):
-            raise ConfigError(
-                f"stage {stage}; allowed: 0 to {len(self._pending) - 1}; next: give the adapter "
-                "its number of stages"
-            )
-        return self._pending[stage]
-
-    def _dispatch(
-        self, context: PhaseContext, fifo: deque[_Pending], layer: int, made: AttentionOutput
-    ) -> None:
-        """Reserve, launch, commit: a launch that raises leaves no entry, so later ones match."""
-        ids, weights = made.topk_ids, made.topk_weights
-        if ids is None or weights is None:
-            raise ConfigError(
-                f"layer {layer}: Attention gave no topk_ids; allowed: ids and weights, this "
-                "connector has its gate on the Attention side; next: return them from compute"
-            )
-        t, hidden = self._topology, made.hidden_states
-        state = AFDAsyncTransferState(hidden.shape[0], t.hidden, t.topk, layer)
-        entry = _Pending(layer, ids, weights, hidden, state)
-        context.keep(entry)
-        self._ops.dispatch_send(self._group, hidden, ids, layer, stream=context.stream.handle())
-        fifo.append(entry)
-
-    def _combine(self, context: PhaseContext, fifo: deque[_Pending], layer: int) -> None:
-        if not fifo or fifo[0].layer != layer:
-            found = f"layer {fifo[0].layer}" if fifo else "nothing"
-            raise CommError(
-                f"combine of layer {layer}, but {found} is pending; allowed: the oldest dispatch "
-                "of the stage; next: correct the schedule"
-            )
-        entry = fifo[0]
-        got = self._ops.combine_recv(
-            self._group,
-            entry.topk_ids,
-            entry.topk_weights,
-            stream=context.stream.handle(),
-        )
-        fifo.popleft()
-        context.keep(entry, got)
-        context.values["hidden"] = got
-
-    def leftovers(self) -> tuple[str, ...]:
-        """Dispatches that were never combined."""
-        return tuple(
-            f"stage {stage}: layer {entry.layer}"
-            for stage, fifo in enumerate(self._pending)
-            for entry in fifo
-        )
+        return self._capabilities
