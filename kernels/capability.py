@@ -391,7 +391,7 @@ def module_state(name: str) -> ModuleState:
 
 
 def require_module(name: str, next_step: str) -> None:
-    """Raise LibraryNotFound, with the original error text, unless `module_state` says yes. Local."""
+    """Raise LibraryNotFound, with the original error text, unless `module_state` says yes."""
     state = module_state(name)
     if not state.available:
         raise LibraryNotFound(
@@ -423,11 +423,18 @@ def leave_alone_if_broken(name: str) -> ModuleState:
     return state
 
 
+def _causes(error: BaseException | None) -> Iterator[str]:
+    """An error and what it was raised from: torch does not say why a device backend failed."""
+    while error is not None:
+        yield f"{type(error).__name__}: {error}"
+        error = error.__cause__
+
+
 def _import_state(name: str) -> ModuleState:
     try:
         module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        return ModuleState(name, False, f"{type(error).__name__}: {error}")
+        return ModuleState(name, False, "; ".join(_causes(error)))
     if getattr(module, "__file__", None) is None:
         # A bare folder imports as a namespace and holds nothing.
         return ModuleState(name, False, f"{name} is an empty folder, not an installed package")
