@@ -108,7 +108,7 @@ class PipelineShape:
     Attributes:
         channels: communication groups that items alternate between, by stage.
         attention_groups: groups whose dispatches may be outstanding at once.
-        recv_bytes: one full-capacity receive output.
+        slot_bytes: of one FFN slot: receive outputs at full capacity, and as many rows of results.
         vector_cores: of one device; None when unknown.
         split: how an Attention batch becomes stages.
     """
@@ -120,7 +120,7 @@ class PipelineShape:
     channels: tuple[str, ...] = ("afd",)
     attention_groups: int = 1
     tp_size: int = 1
-    recv_bytes: int = 0
+    slot_bytes: int = 0
     vector_cores: int | None = None
     dynamic_quant: bool = False
     graph: bool = False
@@ -162,7 +162,7 @@ class MultistreamConfig:
         mode: see StreamMode.
         roles: sides that use it; the other one stays on a single stream.
         max_inflight: slots; counts as 1 unless the mode is overlap.
-        memory_budget_bytes: for receive outputs of all slots.
+        memory_budget_bytes: for the buffers of all slots of an FFN rank.
         recv_gate: see RecvGate. recv_cores, compute_cores, send_cores: of a partition.
         metadata_read, fence: see there.
         event_ring: events; None is three for each slot.
@@ -358,10 +358,10 @@ def _overlap_problems(c: MultistreamConfig, a: Capabilities, s: PipelineShape) -
             f'recv_gate="{c.recv_gate.value}": a waiting receive leaves the cores of compute free '
             'here, use "none"'
         )
-    if s.recv_bytes and c.max_inflight > 1 and "ffn" in c.roles and a.host_metadata:
-        need = s.recv_bytes * c.max_inflight
+    if s.slot_bytes and c.max_inflight > 1 and "ffn" in c.roles and a.host_metadata:
+        need = s.slot_bytes * c.max_inflight
         if c.memory_budget_bytes is None:
-            found.append(f"memory_budget_bytes is not set: {need} bytes of receive outputs")
+            found.append(f"memory_budget_bytes is not set: {need} bytes of buffers")
         elif c.memory_budget_bytes < need:
             found.append(
                 f"memory_budget_bytes={c.memory_budget_bytes}: {c.max_inflight} slots need {need}"

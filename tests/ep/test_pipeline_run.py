@@ -60,7 +60,8 @@ def expected(s: RunSpec, rank: int, step: int, stage: int) -> np.ndarray:
             continue
         ids, weights = route(rank, layer, stage, tokens, s.topk, experts, s.routing)
         factor = np.array([expert_factor(layer, e, experts) for e in range(experts)])
-        x = x * (factor[ids.numpy()] * weights.double().numpy()).sum(1, keepdims=True)
+        shared = 3.0 if s.shared_expert else 0.0
+        x = x * ((factor[ids.numpy()] * weights.double().numpy()).sum(1, keepdims=True) + shared)
     return x
 
 
@@ -89,6 +90,9 @@ CASES = {
     ),
     "async, two stages, both roles": spec(
         "camasync", stages=2, roles=ROLES, layers=4, routing="one", fence=HostFence.NONE
+    ),
+    "async, shared expert": spec(
+        "camasync", attn=1, ffn=2, routing="low", shared_expert=True, dynamic_quant=True
     ),
     "async, tensor parallel": spec("camasync", attn=4, tp_size=2, dynamic_quant=True),
 }
@@ -378,7 +382,10 @@ def test_the_command_compares_both_modes(
         ("camasync --roles both", "nothing to overlap with"),
         ('camasync --multistream {"is_multistream":true}', "earlier connectors"),
         ('camasync --multistream {"max_inflght":2}', "nearest: max_inflight"),
-        ('camasync --multistream {"memory_budget_bytes":1}', "slots need"),
+        ("camasync --memory-budget 201326592", "3 slots need 20"),
+        ("camasync --hidden 512", "memory_budget_bytes=1073741824: 3 slots need"),
+        ("camasync --shared-expert --memory-budget 402653184", "3 slots need 40"),
+        ("camp2p --shared-expert", "with --connector camasync"),
         ('camp2p --multistream {"metadata_read":"device"}', "shapes are known in advance"),
         ("camasync --attn 16", "16 ranks at most"),
     ],

@@ -16,11 +16,13 @@ _OPTIONS = {
     "mode": "--mode",
     "roles": "--roles",
     "max_inflight": "--max-inflight",
+    "memory_budget_bytes": "--memory-budget",
     "recv_gate": "--gate",
     "fence": "--fence",
     "wait_timeout_s": "--timeout",
     "trace": "--trace",
 }
+_MEMORY_BUDGET = 1 << 30
 _NOTE = "figures of the software device on this machine; nothing here has run on an NPU"
 
 
@@ -62,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--dynamic-quant", action="store_true", help="int8 rows (camasync)")
     run.add_argument(
+        "--shared-expert", action="store_true", help="camasync: the older operators, with one more"
+    )
+    run.add_argument(
         "--compute-us", type=_number("compute_us"), default=200, help="FFN kernel time (200)"
     )
     run.add_argument(
@@ -72,6 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     slots = arguments.of(env.integer(1, MAX_INFLIGHT))
     run.add_argument("--max-inflight", type=slots, help="slots in overlap mode (3)")
+    run.add_argument(
+        "--memory-budget",
+        type=arguments.of(env.integer(1, 1 << 50)),
+        metavar="BYTES",
+        help="camasync: for the buffers of all slots of an FFN rank (1073741824)",
+    )
     run.add_argument("--gate", choices=[g.value for g in RecvGate], help="before a receive")
     run.add_argument("--fence", choices=[f.value for f in HostFence], default="step")
     run.add_argument("--roles", choices=("ffn", "both"), help="sides that overlap (ffn)")
@@ -98,13 +109,13 @@ def spec_of(args: argparse.Namespace) -> Any:
     Raises:
         ConfigError: with the reason; no rank was started.
     """
-    from xmoe.kernels.ops.cam.topology import receive_capacity
     from xmoe.pipeline.deployment import RunSpec
 
     p2p = args.connector == "camp2p"
     overlap = args.mode != "serial"
-    for option in ("experts", "tp", "routing"):
-        arguments.need(f"--{option}", getattr(args, option), not p2p, "with --connector camasync")
+    for option in ("experts", "tp", "routing", "memory_budget", "shared_expert"):
+        word = "--" + option.replace("_", "-")
+        arguments.need(word, getattr(args, option), not p2p, "with --connector camasync")
     for option in ("gate", "roles", "max_inflight"):
         word = "--" + option.replace("_", "-")
         arguments.need(word, getattr(args, option), overlap, "with --mode overlap or both")
@@ -125,8 +136,7 @@ def spec_of(args: argparse.Namespace) -> Any:
         "trace": args.trace is not None,
     }
     if not p2p:
-        itemsize = 1 if args.dynamic_quant else 2
-        settings["memory_budget_bytes"] = receive_capacity() * args.hidden * itemsize * slots
+        settings["memory_budget_bytes"] = args.memory_budget or _MEMORY_BUDGET
     settings.update(_further(args.multistream))
     return RunSpec(
         connector=args.connector,
@@ -141,6 +151,7 @@ def spec_of(args: argparse.Namespace) -> Any:
         experts=args.experts or 4,
         tp_size=args.tp or 1,
         dynamic_quant=args.dynamic_quant,
+        shared_expert=args.shared_expert,
         uneven=args.uneven,
         routing=args.routing or "mixed",
         compute_us=args.compute_us,
