@@ -51,6 +51,25 @@ def test_scripts_named_exist() -> None:
     assert [name for name in scripts if not (ROOT / name).is_file()] == []
 
 
+def test_tests_readme_has_a_row_for_each_folder() -> None:
+    text = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/*.py")}
+    assert folders == set(re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE))
+
+
+def test_what_the_scripts_run_is_what_is_said() -> None:
+    script = (ROOT / "ci" / "test.sh").read_text(encoding="utf-8")
+    (default,) = re.findall(r"\|\| set -- (check .*)", script)
+    said = README.split("runs the checks and the tests in", 1)[1].split(";", 1)[0]
+    assert ["check", *re.findall(r"`(\w+)`", said)] == default.split()
+    text = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    assert f"`bash ci/test.sh` runs `{default}`" in text
+    runs = re.findall(r'^run \w+ \d+ "(.*)"$', (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    text = (ROOT / "ci" / "README.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| `../.ci/run` \|.*", text, re.MULTILINE)
+    assert runs and [name for name in re.findall(r"`(bash [^`]*)`", row)] == runs
+
+
 def test_links_lead_somewhere() -> None:
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", README)
     assert [name for name in targets if not (ROOT / name).exists()] == []
