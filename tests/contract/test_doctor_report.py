@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -182,3 +183,30 @@ say([seen[0] == seen[1], seen[2] == seen[3], seen[0].library_problem, seen[2].av
     assert same and again and available
     assert problem.startswith("file_missing: ")
     assert plain["origins"][0]["symbol"] == "aclnnMegaMoe" and plain["abi_variant"] == "B"
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("", ""),
+        (
+            "raise OSError('libascend_hal.so: cannot open')",
+            "OSError: libascend_hal.so: cannot open",
+        ),
+        ("import os; os._exit(7)", "its import ended with 7"),
+    ],
+)
+def test_a_torch_npu_that_is_there_is_tried(
+    source: str, problem: str, root: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "torch_npu.py").write_text(source + "\n")
+    vendor = make_vendor(tmp_path / "v", BOTH)
+    env = environment(root, ASCEND_CUSTOM_OPP_PATH=str(vendor))
+    assert report(env, 0)["torch_npu"]["problem"] == "not installed"
+    paths = [str(tmp_path / "modules"), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    found = report(env, 0)["torch_npu"]
+    assert found == {"found": True, "usable": not problem, "problem": problem}
+    text = doctor(env).stdout
+    assert (f"torch_npu cannot be imported: {problem}" in text) == bool(problem)
