@@ -141,15 +141,15 @@ def test_gradients_and_inference_mode_of_the_caller_do_not_matter() -> None:
 
 
 def test_threads_may_call_layers_at_once() -> None:
-    """Calls exclude each other until the rows were read; all ranks' calls are equal here, so any
-    order of them fits any other."""
+    """Calls exclude each other until the rows were read. Each rank brings as many tokens to every
+    call, so any order of the calls fits any other."""
 
     def body(context: RankContext, runner: MoeRunner, layer: Any) -> None:
-        batch = _batch(context.rank, 4)
-        want = layer(*batch)
+        batches = [_batch(10 * context.rank + number, 4) for number in range(3)]
+        wanted = [layer(*batch) for batch in batches]
         wrong: list[object] = []
 
-        def work() -> None:
+        def work(batch: Batch, want: torch.Tensor) -> None:
             try:
                 for _ in range(10):
                     if not torch.equal(layer(*batch), want):
@@ -158,7 +158,10 @@ def test_threads_may_call_layers_at_once() -> None:
                 wrong.append(error)
 
         with runner.step(4):
-            threads = [threading.Thread(target=work) for _ in range(3)]
+            threads = [
+                threading.Thread(target=work, args=both)
+                for both in zip(batches, wanted, strict=True)
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -174,13 +177,16 @@ def test_a_launch_that_does_not_end_is_bounded_named_and_keeps_its_memory() -> N
     def body(context: RankContext, runner: MoeRunner, layer: Any) -> list[str]:
         from xmoe import fused
 
+        meet = time.monotonic() + 8.0  # at the step that both take part in
         if context.rank == 1:
-            time.sleep(6.0)
-            return []
+            time.sleep(8.0)
+            with pytest.raises(CommError) as caught, runner.step(3):
+                pass
+            return [str(caught.value)]
         batch = _batch(0, 3)
         out = torch.empty_like(batch[0])
         said = []
-        runner._counts = (3, 3)  # as in a step that both take part in
+        runner._counts = (3, 3)  # as in a step that both had begun
         for _ in range(2):
             with pytest.raises(CommError) as caught:
                 layer(*batch, out=out)
@@ -188,10 +194,16 @@ def test_a_launch_that_does_not_end_is_bounded_named_and_keeps_its_memory() -> N
         assert runner._fused is not None
         for held in (runner._fused.rows, out):
             assert any(one is held for one in fused._KEPT)
-        return said
+        runner._counts = None
+        time.sleep(max(0.0, meet - time.monotonic()))
+        with pytest.raises(CommError) as caught, runner.step(3):
+            pass
+        return [*said, str(caught.value)]
 
-    environ = {"XSD_WAIT_TIMEOUT_MS": "4000"}
-    settings = {"step_timeout_s": 1.0, "fence_timeout_s": 8.0}
-    said, _ = run_ranks(_rank, 2, body, settings, silence_s=DEADLINE_S, environ=environ)
-    assert "mega_moe, layer 0: not finished after 1 s" in said[0]
+    environ = {"XSD_WAIT_TIMEOUT_MS": "6000"}
+    settings = {"step_timeout_s": 3.0, "fence_timeout_s": 8.0}
+    said, peer = run_ranks(_rank, 2, body, settings, silence_s=DEADLINE_S, environ=environ)
+    assert "mega_moe, layer 0: not finished after 3 s" in said[0]
     assert said[1].startswith("CommError: communication resource failed before")
+    # The peer hears of it at the next step.
+    assert peer == said[2:] and "failed on rank 0: communication resource failed" in peer[0]

@@ -279,3 +279,17 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
     add_arguments(parser)
     with pytest.raises(ConfigError, match="no config.json"):
         plan_from_args(parser.parse_args(["--model", str(tmp_path)]))
+
+
+def test_progress_names_each_layer_once_all_ranks_have_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    progress = report.Progress(2)
+    for layer in range(3):
+        progress(0, "load", {"layer": layer})
+    assert capsys.readouterr().err == ""
+    for layer in range(2):
+        progress(1, "load", {"layer": layer})
+    progress(1, "layer", {"layer": 2})  # for the watchdog only
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["[regress] load layer 0", "[regress] load layer 1"]

@@ -84,17 +84,17 @@ class Progress:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._seen: dict[tuple[object, ...], int] = {}
+        self._seen: dict[str, int] = {}
 
     def __call__(self, rank: int, phase: str, details: dict[str, object]) -> None:
         """Called for each report of a rank."""
         if phase == "layer":
             return
-        key = (phase, details.get("path"), details.get("round"), details.get("wave"))
-        count = self._seen[key] = self._seen.get(key, 0) + 1
-        if count != self._size:
-            return
-        where = " ".join(
-            f"{name} {details[name]}" for name in ("path", "round", "wave") if name in details
-        )
-        outputs.note(f"[regress] {phase} {where}".rstrip())
+        shown = [phase]
+        for name in ("path", "round", "wave", "layer"):
+            if name in details:
+                shown.append(f"{name} {details[name]}")
+        line = " ".join(shown)
+        count = self._seen[line] = self._seen.get(line, 0) + 1
+        if count == self._size:
+            outputs.note(f"[regress] {line}")
