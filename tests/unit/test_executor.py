@@ -205,3 +205,24 @@ def test_threads_share_one_executor(device):
     with lock:
         assert sorted(order) == sorted([n for n in range(4) for _ in range(20)])
     executor.close()
+
+
+def test_where_an_item_is_names_its_first_phase_that_is_not_done(device):
+    said = []
+    release = threading.Event()
+
+    def compute(context) -> None:
+        said.append(context.where())
+        context.stream.push(release.wait)
+
+    with StreamExecutor(device) as executor:
+        ticket = executor.submit(item(Phase(C, "c", compute)))
+        said.append(ticket.where())
+        release.set()
+        ticket.result()
+        said.append(ticket.where())
+    assert [text.split("slot 0, ")[1] for text in said] == [
+        "phase compute (host)",
+        "phase compute",
+        "all phases done",
+    ]

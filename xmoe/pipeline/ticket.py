@@ -104,13 +104,12 @@ class Ticket(PhaseContext):
 
     def where(self) -> str:
         """Item, layer, slot, and the first phase that is not done, for reports."""
-        phases = self.item.phases
-        phase = phases[min(self._next, len(phases) - 1)].kind.value + " (host)"
+        if self.issued:
+            at = "all phases done"
+        else:
+            at = f"phase {self.item.phases[self._next].kind.value} (host)"
         for kind, lease in self.recorded:
             if not lease.query():
-                phase = kind.value
+                at = f"phase {kind.value}"
                 break
-        return (
-            f"{self.item.op}, layer {self.layer}, stage {self.stage}, slot {self.slot}, "
-            f"phase {phase}"
-        )
+        return f"{self.item.op}, layer {self.layer}, stage {self.stage}, slot {self.slot}, {at}"
