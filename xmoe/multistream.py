@@ -35,8 +35,7 @@ LEGACY_KEYS: Mapping[str, str] = {
 
 
 class StreamMode(str, enum.Enum):
-    """off: the caller's own loop, no executor. serial: the executor on one stream. overlap: three
-    streams."""
+    """off, the default, and serial: everything on one stream. overlap: three streams."""
 
     OFF = "off"
     SERIAL = "serial"
@@ -304,8 +303,6 @@ def _roles(value: object) -> frozenset[str]:
 
 
 def _problems(c: MultistreamConfig, a: Capabilities, s: PipelineShape) -> Sequence[str]:
-    if c.mode is StreamMode.OFF:
-        return ()
     found: list[str] = []
     if not c.roles <= a.roles:
         missing = sorted(c.roles - a.roles)

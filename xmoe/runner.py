@@ -445,7 +445,7 @@ def _executor_on(device: Device, timeout_s: float) -> tuple[Device, ExecutorOpti
         return device, options
     from xmoe.kernels.npu_device import on_current_stream
 
-    return on_current_stream(device), replace(options, distrust_after_error=True)
+    return on_current_stream(device), options
 
 
 def _split_executor_on(device: Device, config: XmoeConfig) -> tuple[Device, ExecutorOptions]:

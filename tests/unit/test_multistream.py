@@ -134,6 +134,21 @@ def test_what_is_not_supported_is_refused_with_its_reason(config, capabilities, 
         config.validate(capabilities, shape)
 
 
+@pytest.mark.parametrize("mode", list(StreamMode))
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"stages": 7}, "stages=7"),
+        ({"split": "bogus"}, "split='bogus'"),
+        ({"graph": True}, "eager only"),
+        ({"context_parallel": True}, "never tried"),
+    ],
+)
+def test_the_deployment_is_checked_in_every_mode(mode, wrong, reason):
+    with pytest.raises(ConfigError, match=reason):
+        MultistreamConfig(mode=mode).validate(P2P, dataclasses.replace(TWO, **wrong))
+
+
 def test_all_reasons_are_given_at_once():
     shape = dataclasses.replace(ONE, graph=True, context_parallel=True)
     assert len(settings(metadata_read="device").problems(ASYNC, shape)) >= 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,7 +34,7 @@ SERIAL, OVERLAP = StreamMode.SERIAL, StreamMode.OVERLAP
 
 
 def make(device: MockNpu, mode: StreamMode = OVERLAP, slots: int = 2, *rules: ChannelRule, **kw):
-    known = ("timeout_s", "trace", "shutdown_timeout_s", "stall_warn_s", "distrust_after_error")
+    known = ("timeout_s", "trace", "shutdown_timeout_s", "stall_warn_s")
     options = {key: kw.pop(key) for key in known if key in kw}
     made = ExecutorOptions(mode, slots, **{"timeout_s": 0.05, **options})
     return StreamExecutor(device, made, channels=rules, **kw)
@@ -335,7 +336,8 @@ def test_a_late_device_error_is_final_and_nothing_is_waited_for_again():
     """torch_npu: the failing launch is reported by a later call, once, then calls vanish."""
     device = MockNpu()
     device.fail_launch = "i1.compute"
-    executor = make(device, OVERLAP, 4, distrust_after_error=True)
+    device.torch_device = SimpleNamespace(type="npu")
+    executor = make(device, OVERLAP, 4)
     executor.submit(item_of(device, "i0", R, C, S))
     executor.submit(item_of(device, "i1", R, C, S))
     device.world.until(lambda: bool(device.failure))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -290,3 +291,18 @@ def test_answering_ends_when_the_rest_never_comes():
     assert any("nothing came for 0.05 s" in note for note in caught.value.__notes__)
     assert len(ops.answers) == 2  # also the one that failed
     loop.close()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "npu"])
+def test_a_loop_on_a_host_queue_trusts_no_stream_after_a_device_error(kind):
+    """torch_npu's: launches and records vanish then, so an empty stream proves nothing."""
+    loop, ops, _ = p2p_loop()
+    device = ops.device
+    device.torch_device = SimpleNamespace(type=kind)
+    breaks(loop, 2, AclError("launch", 507014, "", ""))
+    with pytest.raises(AclError):
+        loop.run_step(StepPlan(3, (2, 2)))
+    asked = device.stream_syncs
+    loop.close()
+    assert (device.stream_syncs == asked) == (kind == "npu")
+    assert (loop.executor.quarantined > 0) == (kind == "npu")

@@ -225,7 +225,7 @@ class StreamExecutor:
             self._refuse_work()
         if not self._free:
             oldest = self._inflight[0]
-            if not oldest.issued:
+            if oldest._next != len(oldest.item.phases):
                 raise XmoeError(
                     f"all {len(self._slots)} slots are taken and the oldest item, "
                     f"{oldest.item.op}, waits for a phase that nobody has issued; allowed: fewer "
@@ -237,7 +237,7 @@ class StreamExecutor:
         slot = self._free.popleft()
         if not slot.lanes:
             slot.make_lanes(self._streams, self._pool)
-        ticket = Ticket(item, slot, self._streams[item.phases[0].order], self._observes)
+        ticket = Ticket(item, slot, self._own[0], self._observes)
         self._inflight.append(ticket)
         return ticket
 
@@ -285,7 +285,7 @@ class StreamExecutor:
                     stream.wait_event(previous.event)
                 if edges is not None:
                     self._wait_for_edges(ticket, previous, edges, stream)
-                channel.sequence += 1
+                    channel.sequence += 1
                 ticket.stream = stream
                 phase.run(ticket)
                 ran = True
@@ -311,8 +311,11 @@ class StreamExecutor:
         """As `_issue`, with an entry for each phase, also for one that raises."""
         for number in range(ticket._next, end):
             phase = ticket.item.phases[number]
-            channel = self._channels.get(phase.channel)
-            sequence, start = channel.sequence if channel else 0, time.perf_counter()
+            sequence, start = 0, time.perf_counter()
+            if phase.kind is not _METADATA:
+                channel = self._channels.get(phase.channel) or self._new_channel(phase.channel)
+                sequence = channel.sequence
+                channel.sequence += channel.free
             try:
                 self._issue(ticket, number + 1)
             finally:
@@ -375,7 +378,7 @@ class StreamExecutor:
         kind, generation = phase.kind.value, 0
         stream = kind if self.options.mode is StreamMode.OVERLAP else "main"
         if phase.kind is _METADATA:
-            stream, sequence = "host", 0
+            stream = "host"
         elif issued:
             generation = ticket._slot.lanes[phase.order][1].generation
         entry = TraceEntry(
@@ -499,8 +502,8 @@ class StreamExecutor:
 
     def _idle(self) -> bool:
         """Have the streams stopped? A failed stream answers with its error once it has."""
-        if self._failure.on_device and self.options.distrust_after_error:
-            return False
+        if self._failure.on_device and self._device.torch_device.type != "cpu":
+            return False  # a framework's host queue drops launches and records silently by now
         limit = self.options.shutdown_timeout_s or self.timeout_s
         deadline = time.monotonic() + limit
         for stream in self._own:

@@ -22,8 +22,6 @@ class ExecutorOptions:
         timeout_s: for one item; shutdown_timeout_s: for streams to stop after a failure.
         stall_warn_s: after which `on_stall` is told of a wait.
         trace: keep TraceEntry objects.
-        distrust_after_error: after a device error no stream's answer proves that it stopped (a host
-            task queue drops launches silently then), so all memory stays quarantined.
     """
 
     mode: StreamMode = StreamMode.SERIAL
@@ -33,7 +31,6 @@ class ExecutorOptions:
     shutdown_timeout_s: float | None = None
     stall_warn_s: float = 30.0
     trace: bool = False
-    distrust_after_error: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_inflight <= MAX_INFLIGHT:
@@ -49,7 +46,8 @@ class ExecutorOptions:
             )
         if self.mode is StreamMode.OFF:
             raise ConfigError(
-                'mode="off" has no executor; allowed: serial, overlap; next: run the plain loop'
+                'mode="off" of an executor; allowed: serial, which is the same, or overlap; next: '
+                "ExecutorOptions.of reads settings"
             )
 
     @classmethod
