@@ -104,9 +104,15 @@ def run(context: RankContext, how: dict[str, Any]) -> dict[str, Any]:
         layer = runner.layer(local, 0)
         for counts in COUNTS:
             inputs = [one.to(device) for one in batch(context.rank, counts[context.rank])]
+            # What the split path allocates holds NaN before it is written.
+            spoilt = [torch.full((40, SHAPE.hidden), np.nan, device=device) for _ in range(40)]
+            del spoilt
             with runner.step(counts[context.rank]), calls:
-                # What the caller's stream still has to write.
-                inputs = [torch.zeros_like(one).copy_(one) for one in inputs]
+                if how.get("busy"):  # what the caller's stream still has to do, and then to write
+                    big = torch.ones(700, 700, device=device)
+                    for _ in range(4):
+                        big = big @ big * 1e-3
+                    inputs = [torch.zeros_like(one).copy_(one) for one in inputs]
                 calls.waits.clear()
                 calls.names.clear()
                 output = layer(*inputs)
@@ -184,7 +190,7 @@ def test_overlap_gives_the_bits_of_serial(host: Any, hccl: bool) -> None:
     settings = {"split_streams": "overlap", "split_chunk_tokens": 4}
     # Random pauses before tasks: streams that are not ordered come out wrong.
     env = {"XSD_DELAY_SEED": "9", "XSD_DELAY_MAX_US": "2000"}
-    found = both({"device": "npu", "hccl": hccl, "settings": settings, "env": env})
+    found = both({"device": "npu", "hccl": hccl, "settings": settings, "env": env, "busy": True})
     assert {one["mode"] for one in found} == {"overlap"}
     # 30 tokens at most, 4 a chunk.
     assert all(one["names"].count("npu_moe_token_unpermute") in (7, 8) for one in found)
