@@ -130,6 +130,9 @@ class FusedStep:
             )
             if out is not None:
                 shared.finish(out)
+                # torch_npu may still hold these operators in its host queue. The fence's event is
+                # recorded past that queue, and must cover them: read a handle to empty it.
+                stream.handle()
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Wait until all launches so far are done. Local. Raises as `run` does."""

@@ -154,6 +154,43 @@ def test_calls_on_two_streams_are_ordered_on_the_device() -> None:
     _ranks(body)
 
 
+class _Task(ctypes.Structure):
+    """XsdTaskEntry of the software device."""
+
+    _fields_ = [("name", ctypes.c_char * 32), ("stream", ctypes.c_uint64),
+                ("device", ctypes.c_uint32), ("status", ctypes.c_uint32),
+                ("start_ns", ctypes.c_uint64), ("end_ns", ctypes.c_uint64)]  # fmt: skip
+
+
+def test_the_fences_event_covers_the_last_use_of_the_rows() -> None:
+    """Another stream waits for that event before it writes to them, and torch_npu's host queue
+    would let the event overtake the operators that still read."""
+
+    def body(
+        context: RankContext, device: torch.device, runner: MoeRunner, layers: list[Any]
+    ) -> list[list[str]]:
+        batch = tuple(tensor.to(device) for tensor in _batch(context.rank, 4))
+        out = torch.empty_like(batch[0])
+        acl = ctypes.CDLL("libascendcl.so")
+        entries = (_Task * 4096)()
+        calls = []
+        with runner, runner.step(4):
+            layers[0](*batch, out=out)
+            for _ in range(20):
+                torch.npu.synchronize()
+                acl.xsdTaskTraceEnable(1)
+                layers[0](*batch, out=out)
+                torch.npu.synchronize()
+                acl.xsdTaskTraceEnable(0)
+                found = acl.xsdTaskTraceRead(entries, len(entries), None)
+                calls.append([entry.name.decode() for entry in entries[:found]])
+        return calls
+
+    for calls in _ranks(body):
+        for names in calls:
+            assert "MaskedFill" in names[-2] and "ecord" in names[-1], names
+
+
 def _fail(device: torch.device) -> None:
     """One asynchronous launch that fails on the device: an index out of range."""
     table = torch.zeros(4, 8, device=device)
