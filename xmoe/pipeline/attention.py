@@ -19,9 +19,9 @@ from xmoe.errors import ConfigError, PeerLost
 from xmoe.kernels.device import Device
 from xmoe.multistream import MultistreamConfig, PipelineShape
 from xmoe.pipeline.adapters.base import AttentionAdapter, AttentionModel, StepPlan
-from xmoe.pipeline.executor import Ticket
 from xmoe.pipeline.ffn import RoleLoop
 from xmoe.pipeline.items import WorkItem
+from xmoe.pipeline.ticket import Ticket
 
 
 class AttentionLoop(RoleLoop):

@@ -48,7 +48,7 @@ class Channel:
     """State of one channel.
 
     Attributes:
-        sequence: phases issued so far.
+        sequence: phases issued so far; while `free`, it is counted for the trace only.
         opened, closed: how many phases of these kinds were issued.
         free: no rule to keep; its phases' order is that of their streams.
     """

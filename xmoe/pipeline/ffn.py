@@ -20,9 +20,10 @@ from xmoe.kernels.device import Device, Stream
 from xmoe.kernels.ops.torch_stream import on_stream
 from xmoe.multistream import HostFence, MetadataRead, MultistreamConfig, PipelineShape
 from xmoe.pipeline.adapters.base import Adapter, FfnAdapter, FfnInput, FfnModel, StepPlan
-from xmoe.pipeline.executor import StreamExecutor, Ticket
+from xmoe.pipeline.executor import StreamExecutor
 from xmoe.pipeline.items import Phase, PhaseContext, PhaseKind, WorkItem
 from xmoe.pipeline.options import ExecutorOptions
+from xmoe.pipeline.ticket import Ticket
 
 ABORT_FAILED = 1
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from xmoe.errors import ConfigError
-from xmoe.pipeline.executor import StreamExecutor, Ticket
+from xmoe.pipeline.executor import StreamExecutor
 from xmoe.pipeline.items import WorkItem
+from xmoe.pipeline.ticket import Ticket
 
 
 def prefetch(executor: StreamExecutor, items: Iterable[WorkItem]) -> list[Ticket]:

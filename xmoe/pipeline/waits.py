@@ -58,14 +58,14 @@ class Waits:
         """
         look = self._look if timeout_s is None else _look_up(timeout_s)
         lanes, phases = ticket._slot.lanes, ticket.item.phases
-        last = lanes[phases[-1].order][1]
         try:
-            last.event.synchronize(look)
-            for phase in phases[:-1]:  # reached before the last one; their streams may have failed
+            # Each stream is asked, since each may have failed.
+            for phase in phases:
                 lanes[phase.order][1].event.synchronize(look)
         except AclError as error:
             if not is_timeout(error):
                 raise
+            last = lanes[phases[-1].order][1]
             self._go_on(ticket, last, timeout_s, False, time.monotonic() - look)
             for _, lease in ticket.recorded:
                 lease.synchronize(self._timeout_s)

@@ -91,6 +91,7 @@ struct Context;
 enum class Turn { kIdle, kDue, kParked, kRunning };
 
 struct Stream {
+  static constexpr uint64_t kNobody = ~0ull;
   uint64_t id = 0;
   std::shared_ptr<Context> context;
   std::mutex mutex;
@@ -99,7 +100,7 @@ struct Stream {
   std::atomic<Turn> turn{Turn::kIdle};     // changed under the mutex
   const Recording* parked_for = nullptr;   // while parked
   std::atomic<uint64_t> submitted{0}, completed{0};
-  std::atomic<uint32_t> waiters{0};        // host threads that wait for `done`
+  std::atomic<uint64_t> wanted{kNobody};   // count that a host thread waits for with `done`
   std::atomic<int> error{0};               // sticky
   std::string error_text;
   std::atomic<bool> stopping{false}, dropping{false};

@@ -129,9 +129,11 @@ void run_task(Stream& stream, Task& task) {
 }
 
 void count_completed(Stream& stream) {
-  ++stream.completed;
-  if (stream.waiters == 0) return;
-  { std::lock_guard<std::mutex> lock(stream.mutex); }  // nobody is between looking and sleeping
+  if (++stream.completed < stream.wanted) return;
+  {
+    std::lock_guard<std::mutex> lock(stream.mutex);
+    stream.wanted = Stream::kNobody;  // who wants more says so when it wakes
+  }
   stream.done.notify_all();
 }
 
@@ -328,18 +330,21 @@ int synchronize(const std::shared_ptr<Stream>& stream, int64_t timeout_ms) {
   }
   const uint64_t target = stream->submitted;
   auto reached = [&] { return stream->completed >= target; };
-  if (look(reached)) return report_failure(stream, "synchronize");
-  ++stream->waiters;
-  bool in_time = true;
-  {
+  bool in_time = look(reached);
+  if (!in_time) {
+    // Said under the mutex and before it looks again: the worker counts first and then asks.
+    const auto said = [&] {
+      if (target < stream->wanted) stream->wanted = target;
+      return reached();
+    };
     std::unique_lock<std::mutex> lock(stream->mutex);
     if (timeout_ms < 0) {
-      stream->done.wait(lock, reached);
+      stream->done.wait(lock, said);
+      in_time = true;
     } else {
-      in_time = stream->done.wait_for(lock, std::chrono::milliseconds(timeout_ms), reached);
+      in_time = stream->done.wait_for(lock, std::chrono::milliseconds(timeout_ms), said);
     }
   }
-  --stream->waiters;
   if (in_time) return report_failure(stream, "synchronize");
   return fail(kStreamSyncTimeout, "EE9999: stream not done after %lld ms (%llu of %llu tasks are)",
               static_cast<long long>(timeout_ms),
