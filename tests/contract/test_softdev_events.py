@@ -201,3 +201,20 @@ def _traced_wait() -> tuple[list[bytes], bool]:
 
 def test_a_wait_is_traced_from_its_turn_to_the_event():
     assert child(_traced_wait) == ([b"event record", b"event wait", b"test"], True)
+
+
+def _fired_waits(trace: bool) -> int:
+    """Tasks that the device counts for a stream whose only task is a wait for a fired event."""
+    api = device()
+    done, waiter, event = api.stream(), api.stream(), api.event()
+    api.aclrtRecordEvent(event, done)
+    api.aclrtSynchronizeEvent(event)
+    api.libs[0].xsdTaskTraceEnable(int(trace))
+    api.aclrtStreamWaitEvent(waiter, event)
+    api.aclrtSynchronizeStream(waiter)
+    entries, dropped = (TaskEntry * 8)(), C.c_uint64()
+    return int(api.libs[0].xsdTaskTraceRead(entries, 8, C.byref(dropped)))
+
+
+def test_a_trace_shows_a_wait_for_a_fired_event_too():
+    assert [child(_fired_waits, trace) for trace in (True, False)] == [1, 0]

@@ -63,7 +63,19 @@ def _binding(rank, group):
             queue.wait_event(InlineDevice().create_event())
         with pytest.raises(ConfigError, match="not made by a HostDevice"):
             one.create_event().record(InlineDevice().create_stream())
+        event = one.create_event()
+        event.record(queue)
+        with pytest.raises(ConfigError, match="timeout of 0 s"):
+            event.synchronize(0)
+        event.synchronize(5)
         queue.close()
+        for call in (lambda: queue.wait_event(event), lambda: event.record(queue), queue.handle):
+            with pytest.raises(ConfigError, match="AclStream is closed"):
+                call()
+        event.close()
+        for call in (lambda: event.synchronize(1), event.query):
+            with pytest.raises(ConfigError, match="AclEvent is closed"):
+                call()
     one.close()
     with pytest.raises(AclError, match="device 99"):
         HostDevice(runtime, 99)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from support.devices import FakeDevice
 from support.mock_stream import Kernel, MockEvent, MockNpu, MockStream
 from support.pipeline import item_of
 from xmoe.errors import (
@@ -26,7 +27,7 @@ from xmoe.pipeline import failure
 from xmoe.pipeline.channels import Channel, ChannelRule
 from xmoe.pipeline.events import EventLease, EventPool
 from xmoe.pipeline.executor import StreamExecutor
-from xmoe.pipeline.items import PhaseKind
+from xmoe.pipeline.items import Phase, PhaseKind, WorkItem
 from xmoe.pipeline.options import ExecutorOptions
 
 R, M, C, S = PhaseKind.RECV, PhaseKind.METADATA, PhaseKind.COMPUTE, PhaseKind.SEND
@@ -76,7 +77,7 @@ def test_more_slots_than_groups_need_an_edge_of_their_own():
         assert device.log[before - 1] == ("wait", 1, 2)  # event 2: the send of i0
 
 
-@pytest.mark.parametrize("kinds", [(R, C, S), (R, M, C, S), (C,), (R,), (C, S)])
+@pytest.mark.parametrize("kinds", [(R, C, S), (R, M, C, S), (R, M), (C,), (R,), (C, S)])
 def test_serial_issues_the_same_operations_in_the_same_order(kinds):
     orders, traces = [], []
     for mode in (SERIAL, OVERLAP):
@@ -228,6 +229,35 @@ def test_metadata_runs_once_the_receive_is_over_and_names_the_layer():
         ]  # fmt: skip
 
 
+@pytest.mark.parametrize("free", [True, False])
+def test_the_trace_counts_a_channels_phases_on_the_device(free):
+    device = MockNpu()
+    with make(device, OVERLAP, 2, ChannelRule("g", exclusive=not free), trace=True) as executor:
+        for n in range(2):
+            executor.submit(item_of(device, f"i{n}", R, M, C, S, channel="g"))
+        counted = [(e.phase, e.sequence) for e in executor.trace if e.phase in ("recv", "send")]
+    assert counted == [("recv", 0), ("send", 1), ("recv", 2), ("send", 3)]
+
+
+def test_a_failure_of_any_phases_stream_is_seen():
+    """The send came through although compute, on another stream, has failed."""
+    device = FakeDevice()
+
+    def push(task):
+        return lambda context: context.stream.push(task, always=True)
+
+    def broken() -> None:
+        raise AclError("kernel", 507035, "X", "")
+
+    tasks = [lambda: None, broken, lambda: None]
+    phases = tuple(Phase(k, "c", push(t)) for k, t in zip((R, C, S), tasks, strict=True))
+    executor = StreamExecutor(device, ExecutorOptions(OVERLAP, 2, timeout_s=5.0))
+    with pytest.raises(AclError, match="507035"):
+        executor.submit(WorkItem("i", 0, phases)).result()
+    executor.close()
+    device.close()
+
+
 def test_the_gate_is_asked_before_a_receive_and_slots_come_back_meanwhile():
     device = MockNpu()
     asked = []
@@ -259,7 +289,6 @@ def test_stop_at_the_gate_loses_nothing():
 
 def stuck_item(device: MockNpu, go: list, *kinds: PhaseKind, name: str = "stuck"):
     """Its first phase launches a kernel that waits for a peer; the rest are empty."""
-    from xmoe.pipeline.items import Phase, WorkItem
 
     def recv(context) -> None:
         kernel = Kernel(f"{name}.spin", 48, ready=lambda: bool(go))
@@ -436,8 +465,6 @@ def test_a_session_binds_once_and_excludes_other_threads():
 def test_inline_devices_run_in_overlap_mode_too():
     with StreamExecutor(InlineDevice(), ExecutorOptions(OVERLAP, 4)) as executor:
         seen = []
-        from xmoe.pipeline.items import Phase, WorkItem
-
         phases = tuple(Phase(k, "c", lambda c, k=k: seen.append(k)) for k in (R, M, C, S))
         executor.submit(WorkItem("i", 0, phases)).result()
         assert seen == [R, M, C, S]

@@ -48,13 +48,18 @@ int check_copy(const char* call, void* dst, size_t room, const void* src, size_t
               static_cast<int>(kind), src, dst);
 }
 
-// What a queued copy or fill needs until it ran.
+// What a queued copy or fill needs until it ran, or was skipped.
 struct Held {
+  const char* what;
   void* target = nullptr;
   void* source = nullptr;
   std::vector<unsigned char> staged;
 
-  int let_go(const char* what) {
+  explicit Held(const char* kind) : what(kind) {}
+  Held(const Held&) = delete;
+  ~Held() { let_go(); }
+
+  int let_go() {
     const int bits = xsdMemoryRelease(target) | xsdMemoryRelease(source);
     target = source = nullptr;
     if ((bits & XSD_FREED_WHILE_HELD) == 0) return 0;
@@ -83,7 +88,7 @@ aclError aclrtMemcpyAsync(void* dst, size_t room, const void* src, size_t count,
   std::shared_ptr<Stream> stream;
   if (int code = resolve_stream(handle, &stream)) return code;
   if (count == 0) return kOk;
-  auto held = std::make_shared<Held>();
+  auto held = std::make_shared<Held>("copy");
   const bool from_host = kind == ACL_MEMCPY_HOST_TO_DEVICE || kind == ACL_MEMCPY_HOST_TO_HOST;
   if (from_host && !is_pinned(src, count)) {
     // Pageable memory is read before the call returns; pinned memory when the copy really runs.
@@ -98,9 +103,8 @@ aclError aclrtMemcpyAsync(void* dst, size_t room, const void* src, size_t count,
   task.brief = count <= kBriefBytes;
   task.run = [held, dst, src, count] {
     std::memmove(dst, held->staged.empty() ? src : held->staged.data(), count);
-    return held->let_go("copy");
+    return held->let_go();
   };
-  task.release = [held] { held->let_go("copy"); };
   return enqueue(stream, std::move(task));
 }
 
@@ -123,15 +127,14 @@ aclError aclrtMemsetAsync(void* ptr, size_t room, int32_t value, size_t count, a
   if (int code = check_range("aclrtMemsetAsync", "destination", ptr, count)) return code;
   std::shared_ptr<Stream> stream;
   if (int code = resolve_stream(handle, &stream)) return code;
-  auto held = std::make_shared<Held>();
+  auto held = std::make_shared<Held>("fill");
   held->target = xsdMemoryHold(ptr);
   Task task;
   task.name = "memset";
   task.brief = count <= kBriefBytes;
   task.run = [held, ptr, value, count] {
     std::memset(ptr, value, count);
-    return held->let_go("fill");
+    return held->let_go();
   };
-  task.release = [held] { held->let_go("fill"); };
   return enqueue(stream, std::move(task));
 }

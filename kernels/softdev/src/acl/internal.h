@@ -157,6 +157,7 @@ inline int32_t stream_number(uint64_t id) { return static_cast<int32_t>((id >> 4
 
 enum Counter : uint32_t { kDeviceWaits, kStreamWaits, kEventWaits };
 void count(Counter what);
+bool tracing();
 uint64_t trace_begin();  // 0 while tracing is off
 void trace_end(const Stream& stream, const std::string& name, uint64_t start, int status);
 std::string take_task_error();

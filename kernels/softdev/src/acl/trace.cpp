@@ -25,8 +25,10 @@ std::atomic<uint64_t> g_counts[XSD_COUNTERS];
 
 void count(Counter what) { g_counts[what].fetch_add(1, std::memory_order_relaxed); }
 
+bool tracing() { return trace().on.load(std::memory_order_relaxed); }
+
 uint64_t trace_begin() {
-  if (!trace().on.load(std::memory_order_relaxed)) return 0;
+  if (!tracing()) return 0;
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
