@@ -52,19 +52,22 @@ class Output:
 
     def __init__(self, option: str, where: str | Path) -> None:
         self.option = option
-        self.path = None if str(where) == STDOUT else Path(os.path.abspath(where))
+        self.path = Path(where)
         self._target: Path | None = None
-        if self.path is None:
+        self._special: int | None = None
+        if str(where) == STDOUT:
             return
         with self._named("cannot be written"):
             if not str(where):
                 raise OSError("the name is empty")
             # Through a link, so that the file it names is replaced and not the link.
-            self._target = Path(os.path.realpath(self.path))
-            self._target.parent.mkdir(parents=True, exist_ok=True)
-            if self._special():
-                os.close(os.open(self._target, os.O_WRONLY | os.O_NONBLOCK))
+            self._target = Path(os.path.realpath(where))
+            if _is_special(self.path):
+                # Kept open, since a reader takes a pipe that is closed for one that ended.
+                self._special = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
+                os.set_blocking(self._special, True)
                 return
+            self._target.parent.mkdir(parents=True, exist_ok=True)
             if self._target.exists() and not os.access(self._target, os.W_OK):
                 raise PermissionError("the file is write-protected")
             descriptor, part = _create_beside(self._target)
@@ -74,6 +77,10 @@ class Output:
     @property
     def is_stdout(self) -> bool:
         return self._target is None
+
+    def is_file(self, path: Path) -> bool:
+        """Whether it is the same file as an input of the command."""
+        return self._target == Path(os.path.realpath(path))
 
     def write(self, data: str | bytes) -> None:
         """Write all of it. A file appears whole or not at all.
@@ -86,9 +93,9 @@ class Output:
             return
         raw = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
         with self._named("could not be written", lambda: _keep(raw, self._target)):
-            if self._special():
-                with open(self._target, "wb", buffering=0) as file:
-                    _write_all(file.fileno(), raw)
+            if self._special is not None:
+                _write_all(self._special, raw)
+                os.close(self._special)
                 return
             descriptor, part = _create_beside(self._target)
             try:
@@ -112,17 +119,6 @@ class Output:
         encoding = (sys.stdout.encoding or "") if self.is_stdout else "utf-8"
         plain = encoding.lower().replace("-", "") != "utf8"
         self.write(json.dumps(document, ensure_ascii=plain, indent=2) + "\n")
-
-    def _special(self) -> bool:
-        """A device or a pipe: written to, not replaced."""
-        assert self._target is not None
-        try:
-            mode = os.stat(self._target).st_mode
-        except FileNotFoundError:
-            return False
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError("it is a folder")
-        return not stat.S_ISREG(mode)
 
     @contextlib.contextmanager
     def _named(self, problem: str, rescue: Callable[[], str] | None = None) -> Iterator[None]:
@@ -321,6 +317,17 @@ def render(*what: Any, stderr: bool = False) -> str:
     for one in what:
         console.print(one)
     return text.getvalue()
+
+
+def _is_special(path: Path) -> bool:
+    """A device or a pipe: written to, not replaced."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return False
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError("it is a folder")
+    return not stat.S_ISREG(mode)
 
 
 def _create_beside(target: Path) -> tuple[int, str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from xmoe.env import shown
 from xmoe.errors import CheckpointError, ConfigError
 from xmoe.inputs import read_json
 from xmoe.types import MoeShape
@@ -20,6 +21,8 @@ _GATED = {"silu": "swiglu", "swish": "swiglu"}
 _UNQUANTISED = (None, "", "none", "null")
 # The largest known has some thousand bytes; what has more is another file.
 _MOST_BYTES = 16 << 20
+# Far above every model known; what is larger is a mistake that would only take memory.
+_MOST, _MOST_LAYERS = 1 << 24, 4096
 _QUANT = ("w8a8", "w4a8", "mxfp8", "mxfp4")
 
 
@@ -56,7 +59,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
         raise ConfigError(
-            f"model_type is {kind!r}; this package reads {', '.join(MODEL_TYPES)}; "
+            f"model_type is {shown(kind)}; this package reads {', '.join(MODEL_TYPES)}; "
             "choose a Qwen3.5-MoE checkpoint"
         )
     if kind == "qwen3_5_moe_text":
@@ -64,13 +67,13 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
         raise ConfigError(
-            f"model_type 'qwen3_5_moe' needs text_config, got {inner!r}; an object is allowed; "
-            "use the config.json that belongs to the weights"
+            f"model_type 'qwen3_5_moe' needs text_config, got {shown(inner)}; an object is "
+            "allowed; use the config.json that belongs to the weights"
         )
     if inner.get("model_type", "qwen3_5_moe_text") != "qwen3_5_moe_text":
         raise ConfigError(
-            f"text_config.model_type is {inner['model_type']!r}; allowed is 'qwen3_5_moe_text'; "
-            "choose a Qwen3.5-MoE checkpoint"
+            f"text_config.model_type is {shown(inner['model_type'])}; allowed is "
+            "'qwen3_5_moe_text'; choose a Qwen3.5-MoE checkpoint"
         )
     return {**inner, **_shared_dtype(config, inner)}
 
@@ -81,8 +84,8 @@ def _shared_dtype(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[s
     inside = inner.get("dtype", inner.get("torch_dtype"))
     if outside is not None and inside is not None and outside != inside:
         raise ConfigError(
-            f"dtype is {outside!r} outside and {inside!r} inside text_config; one value is "
-            "allowed; correct config.json"
+            f"dtype is {shown(outside)} outside and {shown(inside)} inside text_config; one value "
+            "is allowed; correct config.json"
         )
     found = {} if inside is None and outside is None else {"dtype": inside or outside}
     if "quantization_config" in config and "quantization_config" not in inner:
@@ -120,12 +123,12 @@ def shape_from_config(config: Mapping[str, Any]) -> MoeShape:
         )
     if text.get("norm_topk_prob", True) is not True:
         raise ConfigError(
-            f"norm_topk_prob is {text['norm_topk_prob']!r}; Qwen3.5 always renormalises, so only "
-            "true is allowed; correct config.json"
+            f"norm_topk_prob is {shown(text['norm_topk_prob'])}; Qwen3.5 always renormalises, so "
+            "only true is allowed; correct config.json"
         )
     if text.get("mlp_only_layers"):
         raise ConfigError(
-            f"mlp_only_layers is {text['mlp_only_layers']!r}; every Qwen3.5-MoE layer has "
+            f"mlp_only_layers is {shown(text['mlp_only_layers'])}; every Qwen3.5-MoE layer has "
             "experts, so only an empty list is allowed; correct config.json"
         )
     gate_up_layout(config)
@@ -140,20 +143,20 @@ def layer_types(config: Mapping[str, Any]) -> tuple[str, ...]:
         ConfigError: neither is given, or they do not fit num_hidden_layers.
     """
     text = text_config(config)
-    count = required_int(text, "num_hidden_layers")
+    count = required_int(text, "num_hidden_layers", _MOST_LAYERS)
     kinds = text.get("layer_types")
     if kinds is None and text.get("full_attention_interval") is not None:
         every = required_int(text, "full_attention_interval")
         return tuple(LAYER_TYPES[(index + 1) % every == 0] for index in range(count))
     if not isinstance(kinds, list) or len(kinds) != count:
         raise ConfigError(
-            f"layer_types is {kinds!r}; a list of num_hidden_layers={count} entries is needed "
+            f"layer_types is {shown(kinds)}; a list of num_hidden_layers={count} entries is needed "
             "(or full_attention_interval); correct config.json"
         )
     for index, kind in enumerate(kinds):
         if kind not in LAYER_TYPES:
             raise ConfigError(
-                f"layer_types[{index}] is {kind!r}; allowed are {', '.join(LAYER_TYPES)}; "
+                f"layer_types[{index}] is {shown(kind)}; allowed are {', '.join(LAYER_TYPES)}; "
                 "correct config.json"
             )
     return tuple(kinds)
@@ -169,7 +172,7 @@ def gate_up_layout(config: Mapping[str, Any]) -> str:
     value = text_config(config).get("gate_up_layout", "concatenated")
     if value not in ("concatenated", "interleaved"):
         raise ConfigError(
-            f"gate_up_layout is {value!r}; allowed are 'concatenated' and 'interleaved'; "
+            f"gate_up_layout is {shown(value)}; allowed are 'concatenated' and 'interleaved'; "
             "correct config.json"
         )
     return str(value)
@@ -196,14 +199,14 @@ def experts_of_rank(num_experts: int, ep_rank: int, ep_size: int) -> range:
     return range(ep_rank * count, (ep_rank + 1) * count)
 
 
-def required_int(text: Mapping[str, Any], key: str) -> int:
+def required_int(text: Mapping[str, Any], key: str, most: int = _MOST) -> int:
     """A size that must be there: a positive integer."""
     value = text.get(key)
     # bool is an int in Python; true is no size.
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        got = "missing" if key not in text else repr(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        got = "missing" if key not in text else shown(value)
         raise ConfigError(
-            f"{key} is {got}; a positive integer is needed and never guessed; "
+            f"{key} is {got}; a positive integer up to {most} is needed and never guessed; "
             "use the config.json that belongs to the weights"
         )
     return value
@@ -212,7 +215,7 @@ def required_int(text: Mapping[str, Any], key: str) -> int:
 def _dtype(text: Mapping[str, Any]) -> str:
     value = text.get("dtype", text.get("torch_dtype"))
     if value not in DTYPES:
-        got = "missing" if value is None else repr(value)
+        got = "missing" if value is None else shown(value)
         raise ConfigError(
             f"dtype is {got}; allowed are {', '.join(DTYPES)}; "
             "use the config.json that belongs to the weights"
@@ -223,7 +226,7 @@ def _dtype(text: Mapping[str, Any]) -> str:
 def _activation(text: Mapping[str, Any]) -> str:
     value = text.get("hidden_act")
     if not isinstance(value, str) or not value:
-        got = "missing" if value is None else repr(value)
+        got = "missing" if value is None else shown(value)
         raise ConfigError(
             f"hidden_act is {got}; the name of an activation such as 'silu' is needed; "
             "use the config.json that belongs to the weights"
@@ -236,9 +239,10 @@ def _clamp(text: Mapping[str, Any]) -> float | None:
     value = text.get("swiglu_limit")
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST:
         raise ConfigError(
-            f"swiglu_limit is {value!r}; a positive number or null is allowed; correct config.json"
+            f"swiglu_limit is {shown(value)}; a positive number up to {_MOST} or null is allowed; "
+            "correct config.json"
         )
     return float(value)
 
@@ -253,7 +257,7 @@ def _quant(text: Mapping[str, Any]) -> str:
         return "none"
     if value not in _QUANT:
         raise ConfigError(
-            f"quantization_config names {value!r}; known are none, {', '.join(_QUANT)}; "
+            f"quantization_config names {shown(value)}; known are none, {', '.join(_QUANT)}; "
             "use an unquantised checkpoint"
         )
     return str(value)

@@ -375,3 +375,57 @@ def test_tokens_per_second_are_those_that_were_sent() -> None:
     found = report(spec, (StreamMode.SERIAL,), results)
     # Ranks 1 to 3 send, those with an odd number a token less, in two stages.
     assert found["modes"]["serial"]["tokens_per_s"] == 2 * (9 + 10 + 9)
+
+
+def test_a_run_whose_figures_fail_keeps_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from xmoe.pipeline.deployment import RankRun
+
+    def run(spec: Any, modes: Any) -> Any:
+        roles = ("attention", "attention", "ffn")
+        return [[RankRun(role, "serial", seconds=[1.0])] for role in roles]
+
+    monkeypatch.setattr("xmoe.pipeline.run.run", run)
+    files = {"--trace": tmp_path / "a" / "t.json", "--json": tmp_path / "b" / "r.json"}
+    words = [str(word) for pair in files.items() for word in pair]
+    line = ["pipeline", "run", "--connector", "camasync", "--mode", "serial", *words]
+    assert cli.main(line) == 2
+    captured = capsys.readouterr()
+    assert "no device work with phases" in captured.err and "ms a step" in captured.out
+    assert all(json.loads(file.read_text()) for file in files.values())
+
+
+def test_a_probe_that_hangs_is_evidence_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from xmoe.pipeline.probes import queue
+
+    def hang(command: list[str], timeout: float, **kw: Any) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(queue.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(queue.subprocess, "run", hang)
+    (found,) = queue.probe()
+    assert found.outcome == "unexpected" and "did not end in 120 s" in found.finding
+
+
+def test_options_without_effect_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for line, reason in (
+        ("conformance --list --json", "--json has no effect here; allowed: without --list"),
+        ("conformance --list --skip-harmful", "--skip-harmful has no effect here"),
+        ("regress --path fused_moe --fence host", "--fence has no effect here; allowed: with"),
+    ):
+        assert cli.main(line.split()) == 2
+        assert reason in capsys.readouterr().err
+
+
+def test_a_folder_that_is_gone_is_no_defect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert cli.main(["doctor", "--json", "r.json"]) == 2
+    assert "--json r.json cannot be written: No such file" in capsys.readouterr().err

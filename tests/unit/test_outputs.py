@@ -9,7 +9,6 @@ import json
 import os
 import stat
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,16 +74,24 @@ def test_a_write_protected_file_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_pipe_with_a_reader_is_written_to(tmp_path: Path) -> None:
-    pipe, got = _pipe(tmp_path), []
-    ready = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    os.set_blocking(ready, True)
-    reader = threading.Thread(target=lambda: got.append(os.read(ready, 100)))
+    pipe = _pipe(tmp_path)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     output = Output("--json", pipe)
-    reader.start()
+    with pytest.raises(BlockingIOError):  # nothing yet, and not its end, which a reader would take
+        os.read(reading, 100)
     output.write("text")
-    reader.join(10)
-    os.close(ready)
-    assert got == [b"text"] and stat.S_ISFIFO(pipe.stat().st_mode)
+    assert os.read(reading, 100) == b"text" and os.read(reading, 100) == b""
+    os.close(reading)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_what_a_shell_puts_in_a_files_place_is_written_to(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    Output("--json", f"/dev/fd/{writing}").write("text")
+    os.close(writing)
+    assert os.read(reading, 100) == b"text" and os.read(reading, 100) == b""
+    os.close(reading)
+    Output("--json", os.devnull).write("text")
 
 
 def test_an_old_file_is_replaced_through_a_link_and_keeps_its_mode(tmp_path: Path) -> None:

@@ -64,6 +64,9 @@ def test_a_missing_key_is_named_and_never_guessed(key: str) -> None:
         ({"norm_topk_prob": False}, "norm_topk_prob is False"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers"),
         ({"swiglu_limit": "7"}, "swiglu_limit is '7'"),
+        ({"swiglu_limit": 10**400}, "up to 16777216 or null"),
+        ({"swiglu_limit": float("inf")}, "up to 16777216 or null"),
+        ({"hidden_size": 10**5000}, "hidden_size is a number of very many digits; a positive"),
         ({"quantization_config": {"quant_method": "mystery"}}, "mystery.*known are none"),
         ({"gate_up_layout": "mixed"}, "gate_up_layout is 'mixed'"),
         ({"layer_types": ["linear_attention"]}, "num_hidden_layers=8"),
@@ -127,3 +130,9 @@ def test_reading_a_config_needs_no_torch() -> None:
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.timeout(20)
+def test_layers_without_end_are_refused_before_they_are_counted_out() -> None:
+    with pytest.raises(ConfigError, match="num_hidden_layers is 10+; a positive integer up to"):
+        reader.layer_types(text(num_hidden_layers=10**18))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from xmoe import outputs
+from xmoe import arguments, outputs
 from xmoe.conformance.case import Case, Deviation, NotHere, Result, Verdict, all_cases
 from xmoe.errors import ConfigError, XmoeError
 from xmoe.kernels.capability import require_torch
@@ -26,6 +26,9 @@ def command(args: argparse.Namespace) -> int:
     from xmoe.conformance import report
 
     cases = choose(all_cases(), args.only)
+    for option in ("json", "skip_harmful"):
+        word = "--" + option.replace("_", "-")
+        arguments.need(word, getattr(args, option), not args.list, "without --list")
     if args.list:
         report.print_list(cases)
         return 0

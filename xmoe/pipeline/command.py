@@ -209,13 +209,18 @@ def main(args: argparse.Namespace) -> int:
     results = run(spec, modes)
     found = report(spec, modes, results)
     found["note"] = _NOTE
-    jobs = []
+    jobs, problem = [], None
     if trace_file is not None:
         trace = trace_of(spec, results)
-        found["overlap"] = [one.to_json() for one in figures(trace)]
+        try:
+            found["overlap"] = [one.to_json() for one in figures(trace)]
+        except ConfigError as error:  # told after what the run is worth has been delivered
+            problem = error
         jobs.append(lambda: write(trace, trace_file))
     jobs.append(lambda: outputs.deliver_report(target, found, lambda: _text(found), trace_file))
     outputs.deliver(*jobs)
+    if problem is not None:
+        raise problem
     return 0 if found["equal"] in (True, None) and not found["violations"] else 1
 
 

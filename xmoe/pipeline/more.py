@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +73,11 @@ def _timeline(args: argparse.Namespace) -> int:
             "next: correct them"
         )
     trace = read(args.trace)
-    if os.path.realpath(args.picture) == os.path.realpath(args.trace):
+    picture = outputs.Output("picture", args.picture)
+    if picture.is_file(args.trace):
         raise ConfigError(
             f"picture {args.picture} is the trace itself; allowed: another file; next: correct it"
         )
-    (picture,) = outputs.prepare(("picture", args.picture))
-    assert picture is not None
     limits_ms = (args.from_ms, args.to_ms)
     found = "".join(json.dumps(one.to_json()) + "\n" for one in figures(trace))
     outputs.deliver(

@@ -73,8 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fence",
         choices=[mode.value for mode in FenceMode],
-        default=FenceMode.STREAM.value,
-        help="order of launches sharing a window; off only shows the race (default stream)",
+        help="mega_moe: order of launches sharing a window; off shows the race (default stream)",
     )
     parser.add_argument(
         "--device",
@@ -108,6 +107,7 @@ def plan_from_args(args: argparse.Namespace) -> Plan:
     prompts = tuple(args.prompt or DEFAULT_PROMPTS)
     if any(not prompt.strip() for prompt in prompts):
         raise ConfigError("--prompt is empty; allowed: any text; next: pass a question")
+    arguments.need("--fence", args.fence, args.path != "fused_moe", "with --path mega_moe or both")
     paths = tuple(MoePath) if args.path == "both" else (MoePath(args.path),)
     return Plan(
         model_dir=str(_model_dir(args.model)),
@@ -116,7 +116,7 @@ def plan_from_args(args: argparse.Namespace) -> Plan:
         requests=tuple(prompts[i % len(prompts)] for i in range(args.requests)),
         max_new_tokens=args.max_new_tokens,
         paths=paths,
-        fence=FenceMode(args.fence),
+        fence=FenceMode(args.fence or FenceMode.STREAM),
         step_timeout_s=args.timeout,
         device=args.device,
         attention=args.attention,

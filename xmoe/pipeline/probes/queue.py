@@ -32,10 +32,14 @@ def probe() -> Iterator[Evidence]:
     for setting in _SETTINGS:
         name = " ".join(f"{key}={value}" for key, value in setting.items())
         words = [f"{key}={value}" for key, value in {**base, **setting}.items()]
-        done = subprocess.run(
-            ["env", *words, sys.executable, "-m", "xmoe.pipeline.probes.queue"],
-            capture_output=True, text=True, timeout=_DEADLINE_S, check=False,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                ["env", *words, sys.executable, "-m", "xmoe.pipeline.probes.queue"],
+                capture_output=True, text=True, timeout=_DEADLINE_S, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            yield Evidence("P9", name, UNEXPECTED, f"did not end in {_DEADLINE_S:g} s")
+            return
         if done.returncode != 0:
             text = (done.stderr.strip().splitlines() or ["no message"])[-1]
             yield Evidence("P9", name, UNEXPECTED, f"ended with {done.returncode}: {text}")
