@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes as C
+import os
 import threading
 import time
 
@@ -218,3 +219,20 @@ def _fired_waits(trace: bool) -> int:
 
 def test_a_trace_shows_a_wait_for_a_fired_event_too():
     assert [child(_fired_waits, trace) for trace in (True, False)] == [1, 0]
+
+
+def _workers_of_fired_waits() -> int:
+    """Threads that such a wait starts: a stream's worker comes with its first task."""
+    api = device()
+    done, waiter, event = api.stream(), api.stream(), api.event()
+    api.aclrtRecordEvent(event, done)
+    api.aclrtSynchronizeEvent(event)
+    before = len(os.listdir("/proc/self/task"))
+    api.aclrtStreamWaitEvent(waiter, event)
+    return len(os.listdir("/proc/self/task")) - before
+
+
+def test_with_delays_a_stream_has_the_same_tasks_in_every_run():
+    delays = {"XSD_DELAY_SEED": "1", "XSD_DELAY_MAX_US": "10"}
+    started = [child(_workers_of_fired_waits, env=env) for env in (delays, {"XSD_DELAY_SEED": "0"})]
+    assert started == [1, 0]
