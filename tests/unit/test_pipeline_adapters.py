@@ -273,6 +273,18 @@ class Stop:
         self.ops.stop = True
 
 
+def test_with_a_gate_no_receive_waits_so_the_stop_buffer_is_left_alone():
+    """It would take the place of a dispatch that is already there."""
+    device = MockNpu(World(4))
+    ops = MockAsync(device, 1, 1, dynamic_quant=True)
+    gated = CamAsyncFfnAdapter(
+        ops, "afd", gate=RecvGate.READY_PROBE, probe=ops, capacity=8, stop=Stop(ops)
+    )
+    assert gated.stop(0) is False and ops.stop is False
+    assert CamAsyncFfnAdapter(ops, "afd", capacity=8).stop(0) is False
+    assert CamAsyncFfnAdapter(ops, "afd", capacity=8, stop=Stop(ops)).stop(0) is True and ops.stop
+
+
 @pytest.mark.parametrize("read", list(MetadataRead))
 def test_a_stop_buffer_ends_a_receive_that_waits(read):
     """The peer never sends: the receive holds all cores until the buffer is written."""

@@ -348,7 +348,7 @@ def _register(name: str) -> None:
     namespace, short = name.split("::")
     # A name that this library cannot serve stays free for the vendor's extension.
     _library(_SYMBOLS[name] + "GetWorkspaceSize")
-    library = torch.library.Library(namespace, "FRAGMENT")  # noqa: TOR901
+    library = torch.library.Library(namespace, "FRAGMENT")
     real, meta = _kernels()[name]
     library.define(short + SCHEMAS[name])
     library.impl(short, real, "PrivateUse1")
