@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ import pytest
 
 from xmoe.cli import main
 from xmoe.errors import ConfigError
-from xmoe.pipeline.probes import PROBES, Evidence, run_probes
+from xmoe.kernels.ops.cam.soft import SoftCam
+from xmoe.kernels.ops.cam.topology import CamP2PTopology
+from xmoe.pipeline.probes import PROBES, Evidence, run_probes, table
+from xmoe.pipeline.probes.rank import HIDDEN, TOPK, ProbeRank
+from xmoe.pipeline.probes.streams import LIMITS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -34,10 +39,51 @@ def test_streams_and_cores() -> None:
     for one in (p2p, asynchronous):
         assert one["kernel_stream"] == one["given_stream"] != one["other_stream"]
     assert p2p_cores["cores_held"] == 8
-    assert p2p_cores["wait_8_core_kernel_ms"] < 100
+    assert p2p_cores["starved"] is False
     # The receive on all cores starves even a small kernel until the peer sends.
-    assert async_cores["cores_held"] == 48
-    assert async_cores["wait_8_core_kernel_ms"] > 150
+    assert async_cores["cores_held"] == 48 and async_cores["starved"] is True
+
+
+def test_cores_that_are_not_held_as_declared_are_unexpected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """a2e on all cores starves compute, which its adapter denies."""
+    monkeypatch.setattr(
+        ProbeRank,
+        "p2p_topology",
+        lambda one, aiv_num=48: CamP2PTopology(1, 1, one.rank, HIDDEN, TOPK, 48),
+    )
+    a2e, recv = run_probes(["P2"], items=1)
+    assert a2e.outcome == "unexpected" and a2e.figures["starved"] is True
+    assert recv.outcome == "expected"
+
+
+def without_its_own_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an NPU: nothing that only the software device has may be called."""
+    monkeypatch.setattr(SoftCam, "available", staticmethod(lambda library: False))
+    monkeypatch.setattr(table, "_device", lambda context: ("a device", False))
+
+
+def test_what_needs_nothing_of_the_software_device_runs_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_its_own_functions(monkeypatch)
+    found = run_probes(["P1", "P5", "P7", "P8"], items=1, tensors="host")
+    assert [one.probe for one in found] == ["P1", "P1", "P5", "P7", "P8"]
+    for one in found:
+        assert one.outcome == "expected" and one.device == "a device", one.line()
+
+
+def test_what_needs_it_is_skipped_elsewhere_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_its_own_functions(monkeypatch)
+    found = run_probes(["P3", "P4", "P6"], items=1, tensors="host")
+    assert [one.outcome for one in found] == ["skipped"] * 3
+    assert "profiler" in found[0].finding and "readiness probe" in found[1].finding
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (one,) = run_probes(["P1"], items=1)  # the operators take npu tensors there
+    assert one.outcome == "skipped" and "torch_npu is not installed" in one.finding
 
 
 def test_broken_protocols() -> None:
@@ -50,8 +96,9 @@ def test_broken_protocols() -> None:
 
 def test_limits_and_shutdown() -> None:
     cores, aborted, stopped = figures(probed("P3", "P8"))
-    assert (cores["cores_default"], cores["cores_limited"]) == (48, 16)
-    assert aborted["codes"] == [507057, 507057] and aborted["free_cores"] == 48
+    assert cores["default"]["aclnnAfdAsyncDispatchRecv"] == 48
+    assert cores["limited"] == LIMITS
+    assert aborted["codes"] == [507057, 507057] and aborted["cores_still_held"] == 0
     assert stopped["attention_rank"] == -1
 
 
@@ -64,8 +111,6 @@ def test_many_items_and_no_fence() -> None:
 def test_the_queue_probe_skips_with_a_reason_without_torch_npu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import importlib.util
-
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = run_probes(["P9"], items=1)
     assert [one.outcome for one in found] == ["skipped"]
@@ -88,7 +133,7 @@ def test_the_command_writes_evidence_and_refuses_unknown_probes(
 def test_a_rank_that_fails_is_evidence_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from xmoe.pipeline.probes import streams
 
-    def broken(context: Any) -> None:
+    def broken(context: Any, *args: Any) -> None:
         raise RuntimeError("out of order")
 
     monkeypatch.setattr(streams, "core_limit", broken)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from xmoe.multistream import Capabilities
+from xmoe.pipeline.adapters import camasync, camp2p
 from xmoe.pipeline.probes.evidence import Evidence, judge
 from xmoe.pipeline.probes.rank import ROWS, ProbeRank, probe_rank
 from xmoe.ranks import RankContext
@@ -36,137 +38,159 @@ def _send(one: ProbeRank, p2p: bool, stream: Any) -> None:
         one.asynchronous.dispatch_send(one.name, x, ids, 0, stream=stream.handle())
 
 
-def _receive_blocked(one: ProbeRank, p2p: bool) -> bool:
-    """The receive runs: it holds its cores."""
-    free = one.soft.free_cores(one.rank)[0]
-    return free == (one.cores - one.p2p_topology().aiv_num if p2p else 0)
+def _post_and_block(one: ProbeRank, p2p: bool, stream: Any) -> Any:
+    """Post a receive for which nothing was sent, and let it start. Returns an event behind it."""
+    _post_receive(one, p2p, stream)
+    behind = one.event(stream)
+    one.let_start(one.p2p.topology.aiv_num if p2p else None)
+    return behind
 
 
-def stream_honour(context: RankContext, p2p: bool) -> dict[str, Any]:
+def _send_when_told(one: ProbeRank, p2p: bool) -> dict[str, Any]:
+    """The Attention rank of P1 and P2."""
+    one.meet("measured")
+    side = one.stream()
+    _send(one, p2p, side)
+    return {"code": one.code(side)[0]}
+
+
+def _of_receiver(results: list[dict[str, Any]]) -> dict[str, Any]:
+    return next(one for one in results if "op" in one)
+
+
+def stream_honour(context: RankContext, tensors: str, p2p: bool) -> dict[str, Any]:
     """A receive blocks on a side stream; does an event on another stream come through?"""
-    with probe_rank(context) as one:
+    with probe_rank(context, tensors) as one:
         if not _is_ffn(one, p2p):
-            one.meet("blocked")
-            one.meet("measured")
-            side = one.stream()
-            _send(one, p2p, side)
-            return {"code": one.code(side)[0]}
-        one.soft.trace(True)
+            return _send_when_told(one, p2p)
+        if one.soft is not None:
+            one.soft.trace(True)
         side, main = one.stream(), one.stream()
-        _post_receive(one, p2p, side)
-        one.wait_until(lambda: _receive_blocked(one, p2p))
-        one.meet("blocked")
+        behind = _post_and_block(one, p2p, side)
         begin = time.perf_counter()
-        one.soft.timed_kernel(stream=main.handle(), microseconds=100)
-        event = one.device.create_event()
-        event.record(main)
-        event.synchronize(5.0)
-        took = (time.perf_counter() - begin) * 1e6
-        blocked = _receive_blocked(one, p2p)
-        one.meet("measured")
-        code = one.code(side)[0]
-        kernel = next(k for k in one.soft.read_trace() if "Timed" not in k.op)
-        event.close()
-        return {
-            "event_us": took,
-            "blocked": blocked,
-            "code": code,
-            "op": kernel.op,
-            "stream": kernel.stream,
-            "side": one.soft.stream_number(side.handle()),
-            "main": one.soft.stream_number(main.handle()),
+        one.event(main).synchronize(5.0)
+        found = {
+            "op": "a2e" if p2p else "dispatch_recv",
+            "event_us": (time.perf_counter() - begin) * 1e6,
+            "blocked": not behind.query(),
         }
+        one.meet("measured")
+        found["code"] = one.code(side)[0]
+        if one.soft is not None:
+            kernel = one.soft.read_trace()[0]
+            found["streams"] = {
+                "kernel_stream": kernel.stream,
+                "given_stream": one.soft.stream_number(side.handle()),
+                "other_stream": one.soft.stream_number(main.handle()),
+            }
+        return found
 
 
 def judge_honour(results: list[dict[str, Any]]) -> Evidence:
-    """P1."""
-    r = next(one for one in results if "op" in one)
-    ok = r["stream"] == r["side"] != r["main"] and r["code"] == 0 and r["blocked"]
+    """P1. Without the software device's trace, the blocked stream itself is the evidence."""
+    r = _of_receiver(results)
+    streams = r.get("streams", {})
+    ok = r["code"] == 0 and r["blocked"]
+    if streams:
+        ok = ok and streams["kernel_stream"] == streams["given_stream"] != streams["other_stream"]
     return judge(
         "P1", r["op"], ok,
         "runs on the stream it is given; an event on another stream is not held up while it waits",
         "does not keep to its stream",
-        kernel_stream=r["stream"], given_stream=r["side"], other_stream=r["main"],
-        other_stream_event_us=round(r["event_us"]),
+        **streams, other_stream_event_us=round(r["event_us"]), code=r["code"],
     )  # fmt: skip
 
 
-def occupancy(context: RankContext, p2p: bool) -> dict[str, Any]:
-    """How long do vector kernels on another stream wait for cores while a receive waits?"""
-    with probe_rank(context) as one:
+def occupancy(context: RankContext, tensors: str, p2p: bool) -> dict[str, Any]:
+    """Does a small vector kernel on another stream run while a receive waits?"""
+    with probe_rank(context, tensors) as one:
         if not _is_ffn(one, p2p):
-            one.meet("blocked")
-            time.sleep(_BLOCKED_S)
-            side = one.stream()
-            _send(one, p2p, side)
-            return {"code": one.code(side)[0]}
-        one.soft.trace(True)
-        side, small, full = one.stream(), one.stream(), one.stream()
-        _post_receive(one, p2p, side)
-        one.wait_until(lambda: _receive_blocked(one, p2p))
-        one.soft.timed_kernel(stream=small.handle(), microseconds=200, vector_cores=8, tag=8)
-        if not p2p:
-            # Cores go in order of arrival; the smaller kernel must be in line first.
-            time.sleep(0.02)
-        else:
-            one.code(small)
-        one.soft.timed_kernel(stream=full.handle(), microseconds=200, vector_cores=48, tag=48)
-        one.meet("blocked")
-        codes = [one.code(s)[0] for s in (side, small, full)]
-        waits = {}
-        cores = 0
-        op = ""
-        for kernel in one.soft.read_trace():
-            if "Timed" in kernel.op:
-                waits[kernel.tag] = (kernel.cores_ns - kernel.start_ns) / 1e6
-            else:
-                cores, op = kernel.vector_cores, kernel.op
-        return {"op": op, "cores": cores, "codes": codes, "waits": waits}
+            return _send_when_told(one, p2p)
+        side, small = one.stream(), one.stream()
+        one.vector_kernel(small)  # the first one may need to be loaded
+        idle_code, _ = one.code(small)
+        _post_and_block(one, p2p, side)
+        free = one.free_cores()
+        begin = time.perf_counter()
+        one.vector_kernel(small)
+        done = one.event(small)
+        while not done.query() and time.perf_counter() - begin < _BLOCKED_S:
+            time.sleep(0.0005)
+        found = {
+            "op": "a2e" if p2p else "dispatch_recv",
+            "starved": not done.query(),
+            "ms": (time.perf_counter() - begin) * 1e3,
+            "held": one.cores - free if one.cores else None,
+            "declared": capabilities_of(one, p2p).recv_blocks_cores,
+        }
+        one.meet("measured")
+        found["codes"] = [idle_code, *(one.code(s)[0] for s in (side, small))]
+        return found
+
+
+def capabilities_of(one: ProbeRank, p2p: bool) -> Capabilities:
+    """What the adapters declare of these operators."""
+    if p2p:
+        return camp2p.capabilities(peer_abort=False)
+    topology = one.asynchronous.topology
+    return camasync.capabilities(topology, ready_probe=False, core_limits=False, peer_abort=False)
 
 
 def judge_occupancy(results: list[dict[str, Any]]) -> Evidence:
-    """P2."""
-    r = next(one for one in results if "op" in one)
-    small, full = r["waits"][8], r["waits"][48]
-    starved = small > _BLOCKED_S * 500
-    all_core = r["cores"] == 48
-    figures = {
-        "cores_held": r["cores"],
-        "wait_8_core_kernel_ms": round(small, 2),
-        "wait_48_core_kernel_ms": round(full, 2),
-        "peer_silent_ms": round(_BLOCKED_S * 1e3),
-    }
-    if all_core:
+    """P2: as the adapter declares."""
+    r = _of_receiver(results)
+    figures: dict[str, Any] = {"starved": r["starved"], "declared": r["declared"]}
+    figures |= {"small_kernel_ms": round(r["ms"], 2), "waited_ms": round(_BLOCKED_S * 1e3)}
+    if r["held"] is not None:
+        figures["cores_held"] = r["held"]
+    if r["declared"]:
         finding = "a receive that waits starves every vector kernel until its peer sends"
     else:
-        finding = "a receive that waits leaves the other cores to compute"
-    ok = not any(r["codes"]) and starved == all_core
-    return judge("P2", r["op"], ok, finding, "cores are not held as its launch says", **figures)
+        finding = "a receive that waits leaves cores to compute"
+    ok = not any(r["codes"]) and r["starved"] == r["declared"]
+    return judge("P2", r["op"], ok, finding, "is not what the adapter declares", **figures)
 
 
-def core_limit(context: RankContext) -> dict[str, Any]:
-    """Block counts of the operators, without and with a limit."""
-    with probe_rank(context) as one:
-        has = one.library.has("aclrtSetStreamResLimit")
-        stream = one.stream()
-        if not _is_ffn(one, False):
-            _send(one, False, stream)
-            return {"code": one.code(stream)[0]}
+LIMITS = {"aclnnA2e": 12, "aclnnAfdAsyncDispatchRecv": 16, "aclnnAfdAsyncCombineSend": 10}
+
+
+def core_limit(context: RankContext, tensors: str, limited: bool) -> dict[str, Any]:
+    """Cores of the FFN side's operators, without and with a limit. Software device only."""
+    with probe_rank(context, tensors) as one:
+        assert one.soft is not None
+        a2e, recv, send = LIMITS.values() if limited else (8, None, None)
+        one.soft.set_cores(recv, send)
+        one.p2p = one.p2p_ops(a2e)
         one.soft.trace(True)
-        _post_receive(one, False, stream)
-        code = one.code(stream)[0]
-        return {"cores": one.soft.read_trace()[-1].vector_cores, "code": code, "limit": has}
+        stream = one.stream()
+        for p2p in (True, False):
+            if not _is_ffn(one, p2p):
+                _send(one, p2p, stream)
+                one.code(stream)
+                continue
+            got = _post_receive(one, p2p, stream)
+            one.code(stream)
+            if not p2p:
+                rows = got.hidden_states[: max(1, int(got.tokens_per_expert.sum()))].contiguous()
+                one.kept.append(rows)
+                handle = stream.handle()
+                one.asynchronous.combine_send(one.name, rows, got.batch_info, stream=handle)
+        code, _ = one.code(stream)
+        kernels = one.soft.read_trace()
+        cores = {k.op: k.vector_cores for k in kernels if k.op in LIMITS}
+        return {"code": code, "all": one.cores, "cores": cores}
 
 
-def judge_limit(plain: list[dict[str, Any]], limited: list[dict[str, Any]], cores: int) -> Evidence:
+def judge_limit(plain: list[dict[str, Any]], limited: list[dict[str, Any]]) -> Evidence:
     """P3."""
-    a = next(one for one in plain if "cores" in one)
-    b = next(one for one in limited if "cores" in one)
-    ok = b["cores"] == cores and a["cores"] == 48 and not a["limit"]
+    before, after = ({**a["cores"], **b["cores"]} for a, b in (plain, limited))
+    free = {**LIMITS, "aclnnA2e": 8, "aclnnAfdAsyncDispatchRecv": plain[0]["all"]}
+    free["aclnnAfdAsyncCombineSend"] = 8
+    ok = after == LIMITS and before == free and not any(r["code"] for r in (*plain, *limited))
     return judge(
-        "P3", "aclnnAfdAsyncDispatchRecv", ok,
-        "keeps to the core count set for it by this device's own variable; this runtime has no "
-        "aclrtSetStreamResLimit, so whether the operators follow that on hardware stays open",
+        "P3", "operators of an FFN rank", ok,
+        "keep to the core counts set for them by this device's own call and by a2e's argument; "
+        "whether they follow a stream's limit (aclrtSetStreamResLimit) stays open",
         "core counts are not what was set",
-        cores_default=a["cores"], cores_limited=b["cores"], stream_limit_call=a["limit"],
+        default=before, limited=after,
     )  # fmt: skip

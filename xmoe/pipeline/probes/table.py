@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,91 +19,111 @@ _SILENCE_S = 40.0
 
 
 @dataclass(frozen=True)
+class Setup:
+    """Where probes run. `tensors`: host for CPU tensors, npu for torch_npu's. `items`: for P4, P6.
+
+    Attributes:
+        software: the device is the software device, so what only it has may be asked for too.
+    """
+
+    items: int
+    tensors: str
+    software: bool
+
+
+@dataclass(frozen=True)
 class Probe:
-    """One row: what it asks, and what runs it."""
+    """One row: what it asks, what runs it, and why it needs the software device; "" where not."""
 
     name: str
     question: str
-    run: Callable[[int], Iterator[Evidence]]
+    run: Callable[[Setup], Iterator[Evidence]]
+    needs_software: str = ""
 
 
-def _ranks(fn: Callable[..., Any], *args: Any, environ: Mapping[str, str] = {}) -> list[Any]:
-    merged = {**_ENVIRON, **environ}
-    return run_ranks(fn, 2, *args, silence_s=_SILENCE_S, environ=merged)
+def _ranks(setup: Setup, fn: Callable[..., Any], *args: Any, **environ: str) -> list[Any]:
+    given = (setup.tensors, *args)
+    return run_ranks(fn, 2, *given, silence_s=_SILENCE_S, environ={**_ENVIRON, **environ})
 
 
-def _p1(_: int) -> Iterator[Evidence]:
+def _p1(setup: Setup) -> Iterator[Evidence]:
     from xmoe.pipeline.probes import streams
 
     for p2p in (True, False):
-        yield streams.judge_honour(_ranks(streams.stream_honour, p2p))
+        yield streams.judge_honour(_ranks(setup, streams.stream_honour, p2p))
 
 
-def _p2(_: int) -> Iterator[Evidence]:
+def _p2(setup: Setup) -> Iterator[Evidence]:
     from xmoe.pipeline.probes import streams
 
     for p2p in (True, False):
-        yield streams.judge_occupancy(_ranks(streams.occupancy, p2p))
+        yield streams.judge_occupancy(_ranks(setup, streams.occupancy, p2p))
 
 
-def _p3(_: int) -> Iterator[Evidence]:
+def _p3(setup: Setup) -> Iterator[Evidence]:
     from xmoe.pipeline.probes import streams
 
-    limit = {"XSD_CAM_DISPATCH_RECV_CORES": "16"}
-    plain, limited = _ranks(streams.core_limit), _ranks(streams.core_limit, environ=limit)
-    yield streams.judge_limit(plain, limited, 16)
+    plain, limited = (_ranks(setup, streams.core_limit, limit) for limit in (False, True))
+    yield streams.judge_limit(plain, limited)
 
 
-def _p4(items: int) -> Iterator[Evidence]:
+def _p4(setup: Setup) -> Iterator[Evidence]:
     from xmoe.pipeline.probes import soak
 
     slow = {"XSD_DELAY_SEED": "7", "XSD_DELAY_MAX_US": "300", "XSD_CAM_COPY_MBPS": "2"}
-    yield soak.overlap(items, {**_ENVIRON, **slow})
+    yield soak.overlap(setup.items, {**_ENVIRON, **slow})
 
 
-def _p5(_: int) -> Iterator[Evidence]:
+def _p5(setup: Setup) -> Iterator[Evidence]:
     from xmoe.pipeline.probes import hazards
 
-    for strict in (True, False):
-        results = _ranks(hazards.credit, environ={"XSD_STRICT": str(int(strict))})
+    for strict in (True, False) if setup.software else (False,):
+        results = _ranks(setup, hazards.credit, XSD_STRICT=str(int(strict)))
         yield hazards.judge_credit(results, strict)
 
 
-def _p6(items: int) -> Iterator[Evidence]:
+def _p6(setup: Setup) -> Iterator[Evidence]:
     from xmoe.pipeline.probes import soak
 
-    yield soak.fence(items, _ENVIRON)
+    yield soak.fence(setup.items, _ENVIRON)
 
 
-def _p7(_: int) -> Iterator[Evidence]:
+def _p7(setup: Setup) -> Iterator[Evidence]:
     from xmoe.pipeline.probes import hazards
 
-    results = _ranks(hazards.parity, environ={"XSD_WAIT_TIMEOUT_MS": "1000"})
+    results = _ranks(setup, hazards.parity, XSD_WAIT_TIMEOUT_MS="1000")
     yield hazards.judge_parity(results, 1.0)
 
 
-def _p8(_: int) -> Iterator[Evidence]:
+def _p8(setup: Setup) -> Iterator[Evidence]:
     from xmoe.pipeline.probes import hazards
 
-    yield hazards.judge_abort(_ranks(hazards.abort))
-    yield hazards.judge_stop(_ranks(hazards.stop))
+    if setup.software:
+        yield hazards.judge_abort(_ranks(setup, hazards.abort))
+    yield hazards.judge_stop(_ranks(setup, hazards.stop))
 
 
-def _p9(_: int) -> Iterator[Evidence]:
+def _p9(_: Setup) -> Iterator[Evidence]:
     from xmoe.pipeline.probes import queue
 
     yield from queue.probe()
 
+
+_NO_COUNTS = "core counts are in the vendor's profiler only"
+_NO_MODEL = (
+    "the loops need a model, and a readiness probe or core limits of the operator library; serve "
+    'one there with fence="none" and compare with mode="serial"'
+)
 
 PROBES: dict[str, Probe] = {
     probe.name: probe
     for probe in (
         Probe("P1", "do the operators run on the stream they are given?", _p1),
         Probe("P2", "which cores does a receive hold while it waits?", _p2),
-        Probe("P3", "do the operators keep to a core limit?", _p3),
-        Probe("P4", "may a receive run beside a send?", _p4),
+        Probe("P3", "do the operators keep to a core limit?", _p3, _NO_COUNTS),
+        Probe("P4", "may a receive run beside a send?", _p4, _NO_MODEL),
         Probe("P5", "what stops a second dispatch before the combine?", _p5),
-        Probe("P6", "which hazard does the host wait at a step's end cover?", _p6),
+        Probe("P6", "which hazard does the host wait at a step's end cover?", _p6, _NO_MODEL),
         Probe("P7", "what does one launch too many in a group do?", _p7),
         Probe("P8", "how does a blocked receive end at shutdown?", _p8),
         Probe("P9", "does the host task queue change the order of operations?", _p9),
@@ -143,22 +164,28 @@ def _device(context: RankContext) -> tuple[str, bool]:
 
 
 def run_probes(
-    names: Sequence[str], *, items: int, on_line: Callable[[str], None] | None = None
+    names: Sequence[str],
+    *,
+    items: int,
+    on_line: Callable[[str], None] | None = None,
+    tensors: str | None = None,
 ) -> list[Evidence]:
     """Run them; every line says what it was measured on.
 
-    A rank that fails or misses its deadline is evidence too, "unexpected". On an NPU the probes
-    need its profiler and what only the software device has, so they are skipped with that reason.
+    A rank that fails or misses its deadline is evidence too, "unexpected". On an NPU they run on
+    torch_npu's tensors, and those that need what only the software device has are skipped, with the
+    reason. `tensors`: None chooses by the device.
 
     Raises:
         ConfigError: an unknown name; LibraryNotFound: there is no device.
     """
     chosen = select(names)
     device, software = run_ranks(_device, 1, silence_s=_SILENCE_S)[0]
+    setup = Setup(items, tensors or ("host" if software else "npu"), software)
     found = []
     for probe in chosen:
         begin = time.monotonic()
-        for one in _evidence(probe, items, software):
+        for one in _evidence(probe, setup):
             took = {"took_s": round(time.monotonic() - begin, 1)}
             one = replace(one, device=device, figures={**one.figures, **took})
             found.append(one)
@@ -168,17 +195,14 @@ def run_probes(
     return found
 
 
-_NEEDS_SOFTWARE = (
-    "needs device times, a timed kernel and an abort word, which this operator library does not "
-    "export; run it under the vendor's profiler by the table in docs/stream-pipeline.md"
-)
-
-
-def _evidence(probe: Probe, items: int, software: bool) -> Iterator[Evidence]:
-    if not software and probe.name != "P9":
-        yield Evidence(probe.name, probe.question, SKIPPED, _NEEDS_SOFTWARE)
+def _evidence(probe: Probe, setup: Setup) -> Iterator[Evidence]:
+    missing = "" if setup.software else probe.needs_software
+    if setup.tensors == "npu" and importlib.util.find_spec("torch_npu") is None:
+        missing = "torch_npu is not installed, and on this device the operators take its tensors"
+    if missing and probe.name != "P9":
+        yield Evidence(probe.name, probe.question, SKIPPED, missing)
         return
     try:
-        yield from probe.run(items)
+        yield from probe.run(setup)
     except RanksFailed as error:
         yield Evidence(probe.name, probe.question, UNEXPECTED, str(error).replace("\n", " | "))
