@@ -33,6 +33,9 @@ def add_actions(actions: Any) -> None:
     probe.add_argument("names", nargs="*", metavar="P1..P9", help="which ones, or all (all)")
     items = arguments.of(limits.ITEMS)
     probe.add_argument("--items", type=items, help=f"work items of P4 and P6 ({_ITEMS})")
+    probe.add_argument(
+        "--tensors", choices=("host", "npu"), help="whose (npu; on the software device: host)"
+    )
     outputs.add_json(probe)
 
 
@@ -50,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
     arguments.need("--items", args.items, used, "with P4, P6 or all")
     (target,) = outputs.prepare(("--json", args.json))
     lines = outputs.Lines(target)
-    found = run_probes(names, items=args.items or _ITEMS, on_line=lines)
+    found = run_probes(names, items=args.items or _ITEMS, on_line=lines, tensors=args.tensors)
     jobs = [lines.finish]
     if target is not None:
         jobs.insert(0, lambda: target.write_json([one.to_json() for one in found]))

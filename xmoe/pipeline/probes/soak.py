@@ -69,7 +69,7 @@ def soak(
 
 def overlap(items: int, environ: Mapping[str, str]) -> Evidence:
     """P4: receive beside send, random delays, against the serial run of the same ranks."""
-    spec, results, _ = soak(items, HostFence.STEP, _MODES, environ, trace=True)
+    spec, results, grown = soak(items, HostFence.STEP, _MODES, environ, trace=True)
     trace = trace_of(spec, results)
     ffn = next(p for p, what in trace.processes.items() if what["role"] == "ffn"
                and what["mode"] == "overlap")  # fmt: skip
@@ -83,17 +83,18 @@ def overlap(items: int, environ: Mapping[str, str]) -> Evidence:
         "outputs equal the serial run's bit for bit, and receives did run beside sends",
         "outputs differ, rules were broken, or nothing overlapped",
         items=served, equal=equal, violations=violations, overlapped=times,
-        overlapped_us=round(total),
+        overlapped_us=round(total), grown_mib=grown[-1],
     )  # fmt: skip
 
 
 def fence(items: int, environ: Mapping[str, str]) -> Evidence:
     """P6: the host's wait at each step's end taken away."""
-    outputs, grown, waits = {}, {}, {}
+    outputs, grown, waits, served = {}, {}, {}, 0
     for mode in (HostFence.STEP, HostFence.NONE):
         _, results, growth = soak(items, mode, (StreamMode.OVERLAP,), environ, trace=False)
         outputs[mode] = [runs[0].digest for runs in results]
         grown[mode] = growth[-1]
+        served = results[-1][0].items
         counters = [run.counters for runs in results for run in runs]
         waits[mode] = sum(c["host_device_waits"] for c in counters)
     equal = outputs[HostFence.STEP] == outputs[HostFence.NONE]
@@ -103,6 +104,6 @@ def fence(items: int, environ: Mapping[str, str]) -> Evidence:
         "P6", "fence removed", ok,
         "without the step's host wait outputs are the same and memory is too: slots bound it",
         "the fence is needed: outputs or memory differ without it",
-        equal=equal, device_waits=device_waits, grown_with_fence_mib=grown[HostFence.STEP],
+        items=served, equal=equal, device_waits=device_waits, grown_with_fence_mib=grown[HostFence.STEP],
         grown_without_mib=grown[HostFence.NONE],
     )  # fmt: skip
