@@ -104,6 +104,6 @@ def fence(items: int, environ: Mapping[str, str]) -> Evidence:
         "P6", "fence removed", ok,
         "without the step's host wait outputs are the same and memory is too: slots bound it",
         "the fence is needed: outputs or memory differ without it",
-        items=served, equal=equal, device_waits=device_waits, grown_with_fence_mib=grown[HostFence.STEP],
-        grown_without_mib=grown[HostFence.NONE],
+        items=served, equal=equal, device_waits=device_waits,
+        grown_with_fence_mib=grown[HostFence.STEP], grown_without_mib=grown[HostFence.NONE],
     )  # fmt: skip
