@@ -166,7 +166,8 @@ def probe_rank(context: RankContext, tensors: str) -> Iterator[ProbeRank]:
     group = context.init_process_group(DEADLINE_S)
     introduce(group, DEADLINE_S)
     with contextlib.ExitStack() as stack:
-        device = stack.enter_context(open_device(tensors, context.rank))
+        device: RankDevice = open_device(tensors, context.rank)
+        stack.callback(device.close)
         stack.enter_context(device.bind())
         one = ProbeRank(context, group, device)
         info = make_root_info(device.runtime) if context.rank == 0 else None

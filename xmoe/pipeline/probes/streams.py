@@ -69,7 +69,7 @@ def stream_honour(context: RankContext, tensors: str, p2p: bool) -> dict[str, An
         behind = _post_and_block(one, p2p, side)
         begin = time.perf_counter()
         one.event(main).synchronize(5.0)
-        found = {
+        found: dict[str, Any] = {
             "op": "a2e" if p2p else "dispatch_recv",
             "event_us": (time.perf_counter() - begin) * 1e6,
             "blocked": not behind.query(),
@@ -116,7 +116,7 @@ def occupancy(context: RankContext, tensors: str, p2p: bool) -> dict[str, Any]:
         done = one.event(small)
         while not done.query() and time.perf_counter() - begin < _BLOCKED_S:
             time.sleep(0.0005)
-        found = {
+        found: dict[str, Any] = {
             "op": "a2e" if p2p else "dispatch_recv",
             "starved": not done.query(),
             "ms": (time.perf_counter() - begin) * 1e3,
