@@ -181,6 +181,8 @@ def probe_rank(context: RankContext, tensors: str) -> Iterator[ProbeRank]:
             if one.hung:
                 _HUNG.append((one, comm, stack.pop_all()))
             else:
-                for made in (*one.events, *one.streams):
-                    made.close()
+                for event in one.events:
+                    event.close()
+                for stream in one.streams:
+                    stream.close()
                 comm.close()
