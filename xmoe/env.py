@@ -62,6 +62,19 @@ def integer(low: int, high: int) -> Kind:
     return Kind(f"a whole number, {low} to {high}", parse)
 
 
+def whole(*values: int) -> Kind:
+    """One of the given whole numbers, in plain decimal digits."""
+    within = integer(min(values), max(values))
+
+    def parse(value: object) -> Scalar:
+        parsed = within.parse(value)
+        if parsed not in values:
+            raise ValueError
+        return parsed
+
+    return Kind(", ".join(map(str, values)), parse)
+
+
 def number(low: float, high: float) -> Kind:
     """A number from `low` to `high` inclusive; text only in decimal notation."""
     return Kind(f"a number, {low:g} to {high:g}", lambda value: _parse_number(value, low, high))

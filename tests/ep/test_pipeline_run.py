@@ -216,7 +216,7 @@ def test_the_command_compares_both_modes(
         ("camasync --shared-expert --memory-budget 402653184", "3 slots need 40"),
         ("camp2p --shared-expert", "with --connector camasync"),
         ('camp2p --multistream {"metadata_read":"device"}', "shapes are known in advance"),
-        ("camasync --attn 16", "16 ranks at most"),
+        ("camasync --attn 15 --ffn 2", "16 ranks at most"),
     ],
 )
 def test_what_is_not_supported_is_refused_before_a_rank_starts(

@@ -71,7 +71,7 @@ NUMBERS = [
     (words, action.option_strings[-1])
     for words, parser in parsers()
     for action in parser._actions
-    if action.type not in (None, Path) and action.choices is None
+    if action.type not in (None, Path)
 ]
 
 
@@ -79,7 +79,7 @@ def test_every_number_is_of_a_shared_kind() -> None:
     """A bare int or float takes numbers that nothing can do anything with."""
     for words, parser in parsers():
         for action in parser._actions:
-            if action.choices is None and action.type not in (None, Path):
+            if action.type not in (None, Path):
                 where = getattr(action.type, "__qualname__", "")
                 assert where == "of.<locals>.parse", (words, action.option_strings)
     assert len(NUMBERS) > 20
@@ -92,7 +92,7 @@ def test_what_is_no_such_number_is_refused_with_what_is_allowed(
     for text in NO_NUMBERS:
         assert cli.main([*words, *NEEDED.get(" ".join(words), []), f"{option}={text}"]) == 2
         captured = capsys.readouterr()
-        assert f"argument {option}: " in captured.err and "allowed: a " in captured.err
+        assert f"argument {option}: " in captured.err and "allowed: " in captured.err
         assert captured.out == "" and len(captured.err) < 3000
 
 

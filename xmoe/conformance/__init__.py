@@ -26,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ep",
         default=2,
-        type=int,
-        choices=(2, 4, 8, 16, 32),
+        type=arguments.of(env.whole(2, 4, 8, 16, 32)),
         metavar="N",
         help="ranks for the cases that need a group: 2, 4, 8, 16 or 32 (default 2)",
     )

@@ -57,7 +57,8 @@ def expected_answer(prompt: str) -> str | None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `xmoe regress`."""
-    parser.add_argument("--ep", type=int, choices=EP_SIZES, default=8, help="EP size (default 8)")
+    sizes = arguments.of(env.whole(*EP_SIZES))
+    parser.add_argument("--ep", type=sizes, default=8, metavar="N", help="EP size (default 8)")
     parser.add_argument(
         "--model", metavar="DIR", help="Qwen3.5-MoE checkpoint directory (default: the shipped one)"
     )
