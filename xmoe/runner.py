@@ -178,7 +178,7 @@ class MoeRunner:
 
     def _build(self, device: RuntimeDevice | torch.device | None, role: str) -> None:
         config = self.config
-        self._operators = _operators_of(device)
+        self._operators = self._agreed("operators", lambda: _operators_of(device))
         self._transport = CollectiveTransport(
             self._group,
             self.shape.num_experts,
@@ -216,10 +216,13 @@ class MoeRunner:
         self._executor = self._make_executor(
             lambda: _executor_on(self._device, config.step_timeout_s), resource.translate
         )
-        self._fused = self._agreed(
-            "launch rows", lambda: FusedStep(self.shape, config, self._device, resource)
-        )
-        self._closers.callback(self._fused.close)
+
+        def make_rows() -> FusedStep:
+            made = FusedStep(self.shape, config, self._device, resource)
+            self._closers.callback(made.close)
+            return made
+
+        self._fused = self._agreed("launch rows", make_rows)
 
     def _make_executor(
         self,

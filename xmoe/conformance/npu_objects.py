@@ -34,6 +34,7 @@ class NpuStream(AclStream):
 
     def __init__(self, device: NpuDevice) -> None:
         OwnedHandle.__init__(self, device.runtime)
+        self._acl = device.runtime.acl
         self._stream: Stream = device.create_stream()
         self._handle = self._stream
 
