@@ -45,7 +45,11 @@ def expected(s: RunSpec, rank: int, step: int, stage: int) -> np.ndarray:
 
 
 def check_outputs(s: RunSpec, results: list[list[RankRun]]) -> None:
+    """Against float64; and nobody waited for a whole device, as the device counts."""
     for rank, runs in enumerate(results):
+        for one in runs:
+            assert one.counters["host_device_waits"] == 0
+            assert one.counters["host_event_waits"] > 0
         if runs[0].role == "ffn":
             continue
         for one in runs:
@@ -89,8 +93,6 @@ def test_serial_and_overlap_give_the_same_bits_and_the_right_ones(name: str) -> 
     for runs in results:
         for one in runs:
             assert one.counters["outstanding"] == 0
-            assert one.counters["host_device_waits"] == 0  # as the device counts them
-            assert one.counters["host_event_waits"] > 0
             if one.role == "ffn":
                 want = s.steps * s.layers * s.stages if s.connector == "camp2p" else dispatches
                 assert one.items == want
