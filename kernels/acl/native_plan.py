@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 TOKENS, SECOND, NUMBER = "tokens", "second", "number"
 """Sizes, and values of parameters, that come with each step."""
 
+_LARGEST_SIZE = 2**31 - 1
 _COUNTERS = ("descriptors", "phase_one", "launches", "reused", "evicted")
 _OPTIONAL = {
     "set_repeatable": "aclSetAclOpExecutorRepeatable",
@@ -114,6 +115,19 @@ class NativePlan:
 
     def _describe(self, tensor: StepTensor) -> dict[str, Any]:
         codes = {TOKENS: self._lib.XM_TOKENS, SECOND: self._lib.XM_SECOND}
+        for size in tensor.shape:
+            number = isinstance(size, int) and not isinstance(size, bool)
+            fits = 0 <= size <= _LARGEST_SIZE if number else size in (TOKENS, SECOND)
+            if not fits:
+                raise ConfigError(
+                    f"step tensor {tensor.name} has the size {size!r}; allowed: whole numbers from "
+                    f"0 to {_LARGEST_SIZE}; next: correct the layer's sizes"
+                )
+        if len(tensor.shape) > 2:
+            raise ConfigError(
+                f"step tensor {tensor.name} has the shape {tensor.shape}; allowed: at most 2 "
+                f"sizes; next: merge some"
+            )
         sizes = [codes[s] if isinstance(s, str) else s for s in tensor.shape]
         return {
             "dtype": dtype_code(tensor.dtype),
@@ -189,6 +203,17 @@ class NativePlan:
             )
         if status == lib.XM_NO_EXECUTOR:
             self._check(561101, self._call + "GetWorkspaceSize")
+        if status == lib.XM_NOTHING_PENDING:
+            raise ConfigError(
+                f"{self._call}: the plan was used for something else while its step waited for "
+                f"workspace; allowed: only memory from take(); next: use another plan there"
+            )
+        if status <= lib.XM_TOO_LARGE:
+            raise ConfigError(
+                f"{names[lib.XM_TOO_LARGE - status]} would leave the address space; allowed: sizes "
+                f"from 0 on, below 2**62 bytes, within 64-bit addresses; next: correct the step's "
+                f"sizes or that address"
+            )
         if status <= lib.XM_SHARED:
             first, second = divmod(lib.XM_SHARED - status, 8)
             raise ConfigError(

@@ -13,6 +13,8 @@ per shape. The argument list comes from the variant table, as in `xmoe.kernels.a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -38,7 +40,7 @@ STEP_TENSORS = (
 )
 """Parameters that change with every step, in the order in which a step gives them."""
 
-_MAX_MEMBERS = 4096
+_MAX_MEMBERS, _MAX_DIMS = 4096, 8
 
 
 class Workspace(Protocol):
@@ -83,6 +85,11 @@ def _step_tensors(hidden: int, local_experts: int) -> tuple[StepTensor, ...]:
     """In every variant known the inner operator's first four inputs are context, x, ids, weights,
     and its outputs are y and counts. The mask stands behind optional lists: no index is certain for
     it, so launches with a mask never reuse an executor."""
+    for name, size in (("hidden", hidden), ("local_experts", local_experts)):
+        if not isinstance(size, int):
+            raise ConfigError(
+                f"launch plan: {name}={size!r}; allowed: a whole number; next: take the layer's"
+            )
     rows, pairs = (TOKENS, hidden), (TOKENS, SECOND)
     x, ids, weights, mask, y, counts = STEP_TENSORS
     return (
@@ -142,6 +149,7 @@ class LaunchPlan(NativePlan):
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             self._slots: dict[str, int] = {}
+            self._packed: dict[str, Packed] = {}
             for slot, param in enumerate(variant.params):
                 if param.kind not in ("W", "X"):
                     self._slots[param.key] = slot
@@ -166,7 +174,13 @@ class LaunchPlan(NativePlan):
             self._raise(status)
 
     def _set_packed(self, slot: int, param: Any, packed: Any) -> int:
-        _check_packed(param, packed)
+        if packed.is_list != (param.kind == "L"):
+            raise ConfigError(
+                f"argument {param.key} got {'a list' if packed.is_list else 'a single tensor'}; "
+                f"allowed: {'a list' if param.kind == 'L' else 'a single tensor'}; set is_list"
+            )
+        _check_packed(param.key, packed)
+        self._packed[param.key] = packed
         storage = packed.storage or packed.shape
         return int(
             self._lib.xm_plan_set_packed(
@@ -206,20 +220,28 @@ class LaunchPlan(NativePlan):
                 nothing was queued.
             AclError: the vendor refused.
         """
-        status = self._step(
-            self._native,
-            tokens,
-            topk,
-            x,
-            ids,
-            weights,
-            mask,
-            y,
-            counts,
-            workspace.address,
-            workspace.nbytes,
-            stream,
-        )
+        try:
+            status = self._step(
+                self._native,
+                tokens,
+                topk,
+                x,
+                ids,
+                weights,
+                mask,
+                y,
+                counts,
+                workspace.address,
+                workspace.nbytes,
+                stream,
+            )
+        except (TypeError, OverflowError, AttributeError) as error:
+            # Of an argument that is no number of 64 bits; the native part was not entered.
+            raise ConfigError(
+                f"a step of the launch plan got something else than numbers: {error}; allowed: "
+                f"whole numbers below 2**63 as sizes, addresses below 2**64, and a workspace; "
+                f"next: correct the caller"
+            ) from error
         if status:
             self._more(status, stream, workspace)
 
@@ -229,7 +251,7 @@ class LaunchPlan(NativePlan):
             # The step holds the plan for this thread until it is resumed or abandoned.
             try:
                 workspace.take(lib.xm_plan_need(native))
-                address, nbytes = workspace.address, workspace.nbytes
+                address, nbytes = _unsigned(workspace.address), _unsigned(workspace.nbytes)
             except BaseException:
                 lib.xm_plan_abandon(native)
                 raise
@@ -240,7 +262,13 @@ class LaunchPlan(NativePlan):
     def rebind(self, key: str, address: int) -> None:
         """A constant's memory moved: make its descriptors anew, and forget what was prepared with
         the old address. Launches that are queued already still use the old memory."""
-        status = self._lib.xm_plan_rebind(self._native, self._slots.get(key, -1), address)
+        if not isinstance(key, str) or key not in self._packed:
+            raise ConfigError(
+                f"rebind of {key!r}; allowed: {', '.join(self._packed) or 'nothing'}; next: name a "
+                f"constant that was given as Packed"
+            )
+        _check_packed(key, dataclasses.replace(self._packed[key], address=address))
+        status = self._lib.xm_plan_rebind(self._native, self._slots[key], address)
         if status:
             self._raise(status)
 
@@ -276,19 +304,47 @@ def _functions(runtime: Runtime, symbols: MegaMoeSymbols) -> Any:
     return function_table(runtime.ffi, find, symbols.workspace_addr, symbols.launch_addr)
 
 
-def _check_packed(param: Any, packed: Packed) -> None:
-    if packed.is_list != (param.kind == "L"):
-        raise ConfigError(
-            f"argument {param.key} got {'a list' if packed.is_list else 'a single tensor'}; "
-            f"allowed: {'a list' if param.kind == 'L' else 'a single tensor'}; set is_list"
-        )
-    step = packed.step()
-    aligned = packed.address % DATA_ALIGNMENT_BYTES == 0 and (
-        packed.count == 1 or step % DATA_ALIGNMENT_BYTES == 0
+def _unsigned(value: object) -> int:
+    """A number that C takes as unsigned 64 bits."""
+    if isinstance(value, int) and 0 <= value < 1 << 64:
+        return value
+    raise ConfigError(
+        f"the workspace has the address or size {value!r}; allowed: whole numbers below 2**64; "
+        f"next: correct its take()"
     )
-    if packed.address <= 0 or not aligned or not 1 <= packed.count <= _MAX_MEMBERS:
-        raise ConfigError(
-            f"argument {param.key}: {packed.count} tensors from address {packed.address:#x} on, "
-            f"{step} bytes apart; allowed: 1..{_MAX_MEMBERS}, each at a multiple of "
-            f"{DATA_ALIGNMENT_BYTES} bytes; copy them to memory of their own"
+
+
+def _check_packed(key: str, packed: Packed) -> None:
+    """Everything that C would take on trust."""
+    for what, sizes in (("shape", packed.shape), ("storage", packed.storage or ())):
+        if not _are_sizes(sizes):
+            raise ConfigError(
+                f"argument {key}: {what} {sizes!r}; allowed: at most {_MAX_DIMS} whole numbers, "
+                f"none below 0, of less than 2**59 elements; next: correct it"
+            )
+    dtype_code(packed.dtype)
+    format_code(packed.format)
+    numbers = (packed.address, packed.count, 0 if packed.step_bytes is None else packed.step_bytes)
+    if all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+        step, last = packed.step(), packed.count - 1
+        aligned = packed.address % DATA_ALIGNMENT_BYTES == 0 and (
+            last == 0 or step % DATA_ALIGNMENT_BYTES == 0
         )
+        inside = packed.address > 0 and step >= 0 and packed.address + last * step < 1 << 64
+        if aligned and inside and step < 1 << 64 and 0 <= last < _MAX_MEMBERS:
+            return
+    raise ConfigError(
+        f"argument {key}: {packed.count!r} tensors from address {packed.address!r} on, "
+        f"{packed.step_bytes!r} bytes apart (None: one behind the other); allowed: "
+        f"1..{_MAX_MEMBERS}, each at a multiple of {DATA_ALIGNMENT_BYTES} bytes, all below 2**64; "
+        f"copy them to memory of their own"
+    )
+
+
+def _are_sizes(sizes: object) -> bool:
+    return (
+        isinstance(sizes, (tuple, list))
+        and len(sizes) <= _MAX_DIMS
+        and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in sizes)
+        and math.prod(max(n, 1) for n in sizes) < 1 << 59
+    )

@@ -55,13 +55,13 @@ def test_two_thousand_sets(script: ModuleType) -> None:
 def test_crash_hang_and_unnamed_error_are_findings(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, what: str, words: str
 ) -> None:
-    from support import fuzz_targets
+    from support import fuzz_vendor_target
 
     def run(self: object, case: Case) -> str:
         exec(f"import os, time\n{what}")
         return "accepted"
 
-    monkeypatch.setattr(fuzz_targets.Vendor, "run", run)
+    monkeypatch.setattr(fuzz_vendor_target.Vendor, "run", run)
     found = script.fuzz(1, targets=("vendor",), variants="B", batch=1, still_s=3.0)
     assert any(words in text and "Case(target='vendor'" in text for text in found["findings"])
 

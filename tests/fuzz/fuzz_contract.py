@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzz the contract layer and the software vendor behind it.
+"""Fuzz the contract layer, the compiled launch plan and the software vendor behind them.
 
     python tests/fuzz/fuzz_contract.py --count 100000 --seed 1 --json docs/benchmarks/fuzz.json
 
@@ -33,6 +33,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from support import abi_vendors
 from support.fuzz_cases import TARGETS, Case, families
+from support.fuzz_plan_cases import PlanCase
 
 BATCH = 2000
 STILL_S = 60.0
@@ -118,17 +119,15 @@ def _child(batch: Batch, folder: Path, shared: mmap, result: Path) -> None:
 
 
 def _execute(batch: Batch, folder: Path, shared: mmap) -> tuple[Counter[str], list[str]]:
-    from support.fuzz_targets import Contract, Finding, Vendor
+    from support.fuzz_values import Finding
 
     library = folder / batch.variant / "op_api" / "lib" / "libcust_opapi.so"
-    target: Any = (
-        Contract(batch.variant) if batch.target == "contract" else Vendor(batch.variant, library)
-    )
+    target = _target(batch.target, batch.variant, library)
     outcomes: Counter[str] = Counter()
     findings: list[str] = []
     ran = 0
 
-    def attempt(case: Case) -> None:
+    def attempt(case: Case | PlanCase) -> None:
         nonlocal ran
         text = repr(case).encode()[: PAGE - 16]
         shared[8:16] = len(text).to_bytes(8, "little")
@@ -150,7 +149,7 @@ def _execute(batch: Batch, folder: Path, shared: mmap) -> tuple[Counter[str], li
 
     seen: set[bytes] = set()
 
-    def family(members: tuple[Case, ...]) -> None:
+    def family(members: tuple[Case | PlanCase, ...]) -> None:
         for case in members:
             mark = hashlib.sha256(repr(case).encode()).digest()[:8]
             if mark not in seen and ran < batch.count:
@@ -166,6 +165,21 @@ def _execute(batch: Batch, folder: Path, shared: mmap) -> tuple[Counter[str], li
     )
     wanted(seed(batch.seed)(given(families(batch.target, batch.variant))(family)))()
     return outcomes, findings
+
+
+def _target(name: str, variant: str, library: Path) -> Any:
+    """What carries the cases out; loads the libraries, so in a child process only."""
+    if name == "vendor":
+        from support.fuzz_vendor_target import Vendor
+
+        return Vendor(variant, library)
+    if name == "plan":
+        from support.fuzz_plan_target import Plan
+
+        return Plan(variant)
+    from support.fuzz_contract_target import Contract
+
+    return Contract(variant)
 
 
 def turns(targets: tuple[str, ...], variants: str) -> list[tuple[str, str]]:
@@ -235,10 +249,12 @@ def summary(done: list[Batch], start: int, seconds: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Fuzz the contract layer and the software vendor.")
+    parser = argparse.ArgumentParser(
+        description="Fuzz contract layer, launch plan and software vendor."
+    )
     parser.add_argument("--count", type=int, default=100_000, help="argument sets (100000)")
     parser.add_argument("--seed", type=int, default=1, help="start of all batches' seeds (1)")
-    parser.add_argument("--target", choices=TARGETS, help="only one of the two")
+    parser.add_argument("--target", choices=TARGETS, help="only one of them")
     parser.add_argument("--variants", default=abi_vendors.LETTERS, help="ABI variants")
     parser.add_argument("--batch", type=int, default=BATCH, help="sets per child process")
     parser.add_argument("--json", type=Path, help="file to write the counts to")

@@ -2,8 +2,9 @@
 """What the fuzz of the two-phase call draws: argument sets as plain values, printed by `repr`.
 
 A set is a small accepted call with some arguments replaced. Near misses matter most, since pure
-noise is refused by the first check. The same set is given to the contract layer (`Contract`) and to
-the vendor's C functions (`Vendor`) in `support.fuzz_targets`.
+noise is refused by the first check. The same set is given to the contract layer
+(`support.fuzz_contract_target`) and to the vendor's C functions (`support.fuzz_vendor_target`).
+What the launch plan gets is in `support.fuzz_plan_cases`.
 """
 
 from __future__ import annotations
@@ -14,36 +15,20 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from xmoe.kernels.acl.dtypes import DTYPES, FORMATS
+from support.fuzz_draws import (
+    DIMS,
+    FLOATS,
+    INT64,
+    JUNK,
+    TENSOR_DTYPES,
+    TENSOR_FORMATS,
+    TEXTS,
+    WIDE,
+)
+from support.fuzz_plan_cases import PlanCase, plan_families
 from xmoe.kernels.acl.variants import VARIANTS
 
-TARGETS = ("contract", "vendor")
-# Values at which something changes: limits of the operator, of the C types, of alignment.
-EDGES = (
-    *(0, 1, 2, 3, 4, 7, 8, 15, 16, 17, 27, 28, 31, 32, 33, 64, 127, 128, 129, 512, 1023, 1024),
-    *(1025, 1536, 4095, 4096, 4097, 6144, 8192, 8704, 1 << 20, (1 << 31) - 1, 1 << 31, 1 << 32),
-    *((1 << 40) + 1, (1 << 56) - 1, 1 << 56, 1 << 62, (1 << 63) - 1),
-)
-INT64 = st.one_of(
-    st.sampled_from([*EDGES, *(-v for v in EDGES if v), -(1 << 63)]),
-    st.integers(-(1 << 63), (1 << 63) - 1),
-)
-WIDE = st.one_of(INT64, st.sampled_from([1 << 63, 1 << 64, -(1 << 63) - 1, 10**30]))
-FLOATS = st.one_of(
-    st.floats(), st.sampled_from([0.0, -0.0, 1e39, -1e39, 3.4028234663852886e38, 1e-46])
-)
-JUNK: st.SearchStrategy[Any] = st.one_of(
-    st.none(), st.booleans(), WIDE, FLOATS, st.text(max_size=6), st.binary(max_size=6),
-    st.lists(st.one_of(WIDE, FLOATS, st.text(max_size=3), st.none()), max_size=3),
-    st.sampled_from([(), (1.0,), (float("nan"),), ("7",), {}, {"x": 1}, 1j, "\ud800", "a\0b"]),
-)  # fmt: skip
-TEXTS = st.one_of(
-    st.sampled_from(
-        ["", "swiglu", "gelu", "SWIGLU", "swiglu ", "fullmesh", "%s%n%p", "é", "x" * 3000]
-    ),
-    st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=40),
-)  # fmt: skip
-DIMS = st.one_of(st.sampled_from([0, 1, 2, 3, 4, 16, 512, 1024, 2048]), INT64)
+TARGETS = ("contract", "vendor", "plan")
 
 
 @dataclass(frozen=True)
@@ -67,8 +52,8 @@ def tensor_fields(draw: st.DrawFn) -> tuple[Any, ...]:
     pool: dict[str, st.SearchStrategy[Any]] = {
         "shape": st.lists(DIMS, max_size=10),
         "strides": st.one_of(st.none(), st.lists(DIMS, max_size=9)),
-        "dtype": st.one_of(st.sampled_from([*DTYPES.values(), -1, 28, 99, 1 << 31])),
-        "format": st.sampled_from([*FORMATS.values(), -1, 12, 77]),
+        "dtype": TENSOR_DTYPES,
+        "format": TENSOR_FORMATS,
         "storage": st.one_of(st.none(), st.lists(DIMS, max_size=9)),
         "offset": DIMS,
         "ptr": st.one_of(
@@ -124,8 +109,15 @@ OTHER: dict[str, st.SearchStrategy[Any]] = {
 OF_CONTRACT = ("memory", "stream", "tensor", "tensors")
 
 
+def families(
+    target: str, variant: str
+) -> st.SearchStrategy[tuple[Case, ...]] | st.SearchStrategy[tuple[PlanCase, ...]]:
+    """Argument sets that share what was drawn, for one target."""
+    return plan_families(variant) if target == "plan" else call_families(target, variant)
+
+
 @st.composite
-def families(draw: st.DrawFn, target: str, variant: str) -> tuple[Case, ...]:
+def call_families(draw: st.DrawFn, target: str, variant: str) -> tuple[Case, ...]:
     """Argument sets that share what was drawn: each replaced argument alone, and in pairs.
 
     Drawing is the dear part by far, and two faults in one call show the order of the checks.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two fuzz targets share: memory, the accepted call's values, and when a refusal
+"""What the fuzz targets share: memory, the accepted call's values, and when a refusal
 counts.
 """
 
@@ -10,6 +10,7 @@ import mmap
 from typing import Any
 
 from support.fuzz_cases import Case
+from support.fuzz_plan_cases import PlanCase
 from xmoe.errors import AclError, ConfigError, UnsupportedError, XmoeError
 from xmoe.kernels.acl import status
 from xmoe.kernels.acl.variants import FLT_MAX
@@ -91,7 +92,7 @@ class Memory:
                 made[name] = value
         return made
 
-    def fill(self, case: Case, shift: int = 0) -> None:
+    def fill(self, case: Case | PlanCase, shift: int = 0) -> None:
         """Ids that are distinct in a row, equal weights, all tokens live."""
         bs, topk = case.sizes[:2]
         count = bs * topk
@@ -102,7 +103,7 @@ class Memory:
         C.memset(start + PLACES["xActiveMaskOptional"], 1, bs)
 
 
-def scalars(case: Case) -> dict[str, Any]:
+def scalars(case: Case | PlanCase) -> dict[str, Any]:
     """The accepted values of everything that is not a tensor."""
     return {
         "moeExpertNum": 2 * case.sizes[4], "epWorldSize": 2, "cclBufferSize": 32 * MIB,
@@ -121,3 +122,26 @@ def named(error: XmoeError) -> str:
     if isinstance(error, (ConfigError, UnsupportedError)) and "allowed" not in str(error):
         raise Finding(f"a refusal that does not say what is allowed: {error}")
     return type(error).__name__
+
+
+def wrap(value: int) -> int:
+    return C.c_int64(value % (1 << 64)).value
+
+
+def int32(value: int) -> C.c_int32:
+    return C.c_int32(value % (1 << 32))
+
+
+def int64s(values: Any) -> Any:
+    return (C.c_int64 * max(1, len(values)))(*(wrap(v) for v in values))
+
+
+def extent(shape: list[int], strides: list[int], offset: int) -> int:
+    return wrap(offset + 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=False)))
+
+
+def float32(value: float) -> float:
+    try:
+        return C.c_float(value).value
+    except OverflowError:
+        return float("inf")

@@ -23,6 +23,7 @@
 #define XM_ALIGNMENT 32
 #define XM_ND 2
 #define XM_STATUS_NULL 561103
+#define XM_MAX_BYTES ((uint64_t)1 << 62) /* of one tensor */
 
 typedef union {
   int64_t i;
@@ -108,6 +109,9 @@ static const char* xm_plan_signature(const char* list) {
 static xm_plan* xm_plan_new(const char* list, const xm_functions* functions, int reuse,
                             int tensors, const xm_step_tensor* tensor) {
   const xm_list* found = tensors < 0 || tensors > XM_MAX_TENSORS ? NULL : xm_find_list(list);
+  for (int i = 0; found != NULL && i < tensors; ++i) {
+    if (tensor[i].ndim < 0 || tensor[i].ndim > 2) return NULL;
+  }
   xm_plan* plan = found == NULL ? NULL : calloc(1, sizeof *plan);
   if (plan == NULL) return NULL;
   /* Recursive: a thread that was interrupted while it held the plan can still close it. */
@@ -288,6 +292,11 @@ static int32_t xm_plan_set_packed(xm_plan* plan, int slot, int is_list, uintptr_
   if (xm_bad_slot(plan, slot) || plan->num_packed == XM_SLOTS || ndim < 0 || ndim > XM_MAX_DIMS ||
       storage_ndim < 0 || storage_ndim > XM_MAX_DIMS || count < 1 || count > 4096)
     return XM_BAD_SLOT;
+  int64_t stride = 1;
+  for (int i = 0; i < ndim; ++i) {
+    if (dims[i] < 0 || __builtin_mul_overflow(stride, dims[i] > 0 ? dims[i] : 1, &stride))
+      return XM_BAD_SLOT;
+  }
   xm_packed* p = &plan->packed[plan->num_packed++];
   p->slot = slot;
   p->is_list = is_list;
@@ -298,7 +307,7 @@ static int32_t xm_plan_set_packed(xm_plan* plan, int slot, int is_list, uintptr_
   p->dtype = dtype;
   p->format = format;
   p->storage_ndim = storage_ndim;
-  int64_t stride = 1;
+  stride = 1;
   for (int i = ndim - 1; i >= 0; --i) {
     p->dims[i] = dims[i];
     p->strides[i] = stride;
@@ -372,6 +381,22 @@ static int xm_step_shape(const xm_plan* plan, const xm_bucket* b, int tensor, in
   return t->ndim;
 }
 
+/* Bytes of each step tensor at the bucket's sizes. */
+static int32_t xm_measure(const xm_plan* plan, xm_bucket* b) {
+  for (int i = 0; i < plan->num_tensors; ++i) {
+    int64_t dims[2];
+    const int ndim = xm_step_shape(plan, b, i, dims);
+    uint64_t bytes = xm_item_bytes(plan->tensor[i].dtype);
+    for (int d = 0; d < ndim; ++d) {
+      if (dims[d] < 0 || __builtin_mul_overflow(bytes, (uint64_t)dims[d], &bytes) ||
+          bytes > XM_MAX_BYTES)
+        return XM_TOO_LARGE - i;
+    }
+    b->bytes[i] = b->present >> i & 1 ? bytes : 0;
+  }
+  return XM_DONE;
+}
+
 static int32_t xm_find_bucket(xm_plan* plan, int64_t tokens, int64_t second, unsigned present,
                               xm_bucket** out) {
   xm_bucket* oldest = &plan->bucket[0];
@@ -383,22 +408,14 @@ static int32_t xm_find_bucket(xm_plan* plan, int64_t tokens, int64_t second, uns
     }
     if (oldest->in_use && (!b->in_use || b->last_use < oldest->last_use)) oldest = b;
   }
-  if (oldest->in_use) {
+  xm_bucket fresh = {.tokens = tokens, .second = second, .present = present, .in_use = 1};
+  int32_t status = xm_measure(plan, &fresh);
+  if (status == XM_DONE && oldest->in_use) {
     plan->counter[XM_COUNT_EVICTED]++;
-    const int32_t status = xm_empty_bucket(plan, oldest);
-    if (status != XM_DONE) return status;
+    status = xm_empty_bucket(plan, oldest);
   }
-  oldest->in_use = 1;
-  oldest->tokens = tokens;
-  oldest->second = second;
-  oldest->present = present;
-  for (int i = 0; i < plan->num_tensors; ++i) {
-    int64_t dims[2];
-    const int ndim = xm_step_shape(plan, oldest, i, dims);
-    const int64_t items = dims[0] * (ndim == 2 ? dims[1] : 1);
-    const int absent = !(present >> i & 1);
-    oldest->bytes[i] = absent ? 0 : (uint64_t)items * xm_item_bytes(plan->tensor[i].dtype);
-  }
+  if (status != XM_DONE) return status;
+  *oldest = fresh;
   *out = oldest;
   return XM_DONE;
 }
@@ -409,6 +426,7 @@ static int32_t xm_check_addresses(const xm_plan* plan, const xm_bucket* b,
                                   const uintptr_t* address) {
   for (int i = 0; i < plan->num_tensors; ++i) {
     if (address[i] % XM_ALIGNMENT != 0) return XM_MISALIGNED - i;
+    if (b->bytes[i] > UINTPTR_MAX - address[i]) return XM_TOO_LARGE - i;
     for (int j = 0; j < i; ++j) {
       if (plan->tensor[i].may_share && plan->tensor[j].may_share) continue;
       if (address[i] < address[j] + b->bytes[j] && address[j] < address[i] + b->bytes[i])
@@ -508,7 +526,7 @@ static int32_t xm_prepare(xm_plan* plan, xm_bucket* b, const uintptr_t* address,
 
 static int32_t xm_launch(xm_plan* plan, uintptr_t workspace, uint64_t workspace_bytes,
                          uintptr_t stream) {
-  if (plan->pending == NULL) return XM_NOTHING_PENDING;
+  if (plan->pending == NULL) return plan->closed ? XM_CLOSED : XM_NOTHING_PENDING;
   xm_bucket* b = plan->pending_bucket;
   plan->need = b->workspace_bytes;
   if (plan->need > 0 && (workspace == 0 || workspace_bytes < plan->need)) return XM_MORE_WORKSPACE;

@@ -20,7 +20,8 @@ enum {
   XM_NOTHING_PENDING = -4,
   XM_BAD_SLOT = -5,
   XM_MISALIGNED = -100,    /* minus the step tensor's number */
-  XM_SHARED = -200         /* minus 8 * first - second: the two step tensors overlap */
+  XM_SHARED = -200,        /* minus 8 * first - second: the two step tensors overlap */
+  XM_TOO_LARGE = -300      /* minus the step tensor's number: no memory has that shape there */
 };
 enum { XM_COUNT_DESCRIPTORS, XM_COUNT_PHASE_ONE, XM_COUNT_LAUNCHES, XM_COUNT_REUSED,
        XM_COUNT_EVICTED, XM_COUNTERS };

@@ -100,7 +100,7 @@ void DispatchSend::write_slot(int64_t ffn, Run& run) {
   char* index = slot + layout.index;
   int64_t rows = 0;
   for (const auto& list : lists) {
-    std::memcpy(index + rows * 2, list.data(), list.size() * 2);
+    if (!list.empty()) std::memcpy(index + rows * 2, list.data(), list.size() * 2);
     rows += static_cast<int64_t>(list.size());
   }
   std::memcpy(slot + layout.counts, counts.data() + ffn * shape.slots,

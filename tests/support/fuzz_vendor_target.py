@@ -1,190 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries a fuzz case out, through the contract layer or straight through the C functions.
+"""Carries a fuzz case out straight through the vendor's C functions.
 
-`run(case)` returns what became of it ("accepted", "ConfigError", "561002", "launch 507035", ...)
-and raises Finding when a refusal has no name. A crash or a hang is for the parent to see: use these
-in a child process only. Addresses given as memory are mapped, null or noticeably not mapped; C
-arrays and texts are valid or null. Handles (tensors, lists, executors, streams, events,
-communicator contexts) are any 64-bit number.
+`run(case)` returns what became of it ("accepted", "561002", "launch 161002", ...) and raises
+Finding when a refusal has no name. A crash or a hang is for the parent to see: use it in a child
+process only.
+
+Addresses given as memory are mapped, null or noticeably not mapped; C arrays and texts are valid or
+null. Handles (tensors, lists, executors, streams, events, communicator contexts) are any 64-bit
+number.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes as C
-import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from support.fuzz_cases import Case
+from support.fuzz_pair import Pair
 from support.fuzz_values import (
     DEVICE_BYTES,
     KNOWN,
     PLACES,
-    SECOND_RANK,
     UNMAPPED,
     Finding,
     Memory,
     dense,
-    named,
+    extent,
+    float32,
+    int32,
+    int64s,
     right,
     scalars,
+    wrap,
 )
 from support.vendor import Soft
-from xmoe.errors import AclError, LibraryError, XmoeError
-from xmoe.kernels.acl import status
-from xmoe.kernels.acl.handles import AclEvent, AclStream, DeviceMemory, TensorDesc, TensorListDesc
-from xmoe.kernels.acl.loader import load
-from xmoe.kernels.acl.op import launch, prepare
-from xmoe.kernels.acl.toolkit import find_toolkit
 from xmoe.kernels.acl.variants import NEUTRAL, VARIANTS
-
-
-class Contract:
-    """Cases through xmoe.kernels.acl."""
-
-    def __init__(self, variant: str) -> None:
-        self.runtime = load(find_toolkit())
-        self.symbols = self.runtime.require_mega_moe(abi_variant=variant)
-        self.variant = VARIANTS[variant]
-        acl = self.runtime.acl
-        code = acl.aclInit(self.runtime.ffi.NULL)
-        if code not in (0, status.REPEAT_INITIALIZE):
-            status.check(self.runtime, code, "aclInit")
-        status.check(self.runtime, acl.aclrtSetDevice(0), "aclrtSetDevice")
-        self.device = DeviceMemory(self.runtime, DEVICE_BYTES)
-        self.memory = Memory(self.device.handle)
-        self.stream = AclStream(self.runtime)
-        self.workspace = DeviceMemory(self.runtime, 1 << 20)
-
-    def run(self, case: Case) -> str:
-        self.memory.fill(case)
-        with contextlib.ExitStack() as stack:
-            try:
-                if case.changes and case.changes[0][0].startswith("call "):
-                    return self._other(case, stack)
-                return self._call(case, stack)
-            except LibraryError as error:
-                raise Finding(f"a library error where there was none: {error}") from error
-            except XmoeError as error:
-                return named(error)
-
-    def _desc(self, key: str, case: Case, changes: tuple[Any, ...], stack: Any) -> TensorDesc:
-        f = self.memory.fields(key, case, changes)
-        made = TensorDesc(
-            self.runtime, f["ptr"], f["shape"], f["strides"], dtype=f["dtype"],
-            format=f["format"], storage=f["storage"], offset=f["offset"],
-        )  # fmt: skip
-        stack.enter_context(made)
-        return made
-
-    def _list(self, key: str, case: Case, specs: list[Any], stack: Any) -> TensorListDesc:
-        members = [self._value(key, "T", spec, case, stack) for spec in specs]
-        made = TensorListDesc(self.runtime, members)
-        stack.enter_context(made)
-        return made
-
-    def _value(self, key: str, kind: str, spec: tuple[Any, ...], case: Case, stack: Any) -> Any:
-        word = spec[0]
-        count = case.sizes[4]
-        if word == "null":
-            return None
-        if word == "right" or (word == "same as x" and kind != "L"):
-            of = "x" if word == "same as x" else key
-            if kind == "L":
-                return self._list(key, case, [("right",)] * count, stack)
-            return self._desc(of, case, (), stack)
-        if word == "dead":
-            made = self._desc(key if kind != "L" else "x", case, (), stack)
-            made.close()
-            return made
-        if word == "tensor":
-            return self._desc(key, case, spec[1], stack)
-        if word in ("list", "longer"):
-            return self._list("x", case, [("right",)] * (1 if word == "list" else count + 1), stack)
-        if word == "list of":
-            return self._list(key, case, spec[1], stack)
-        if word == "tensor as list":
-            return self._desc("x", case, (), stack)
-        return spec[1]
-
-    def _call(self, case: Case, stack: contextlib.ExitStack) -> str:
-        changed = dict(case.changes)
-        args: dict[str, Any] = {}
-        values = scalars(case)
-        for param in self.variant.params:
-            key, kind = param.key, param.kind
-            if kind in ("W", "X"):
-                continue
-            if key in changed:
-                args[key] = self._value(key, kind, changed[key], case, stack)
-            elif key in values:
-                args[key] = values[key]
-            elif param.optional or key in NEUTRAL:
-                args[key] = NEUTRAL.get(key, (None,))[0]
-            else:
-                args[key] = self._value(key, kind, ("right",), case, stack)
-        for key, spec in case.changes:
-            if spec[0] == "junk":
-                args[key] = spec[1]
-        prepared = prepare(self.runtime, self.symbols, args, repeatable=case.then == "twice")
-        stack.enter_context(prepared)
-        return self._then(case, prepared)
-
-    def _then(self, case: Case, prepared: Any) -> str:
-        if case.then == "destroy":
-            return "accepted"
-        number = case.sizes[0] + len(case.changes)
-        if prepared.workspace_bytes > self.workspace.nbytes:
-            return "accepted, large"
-        workspace: Any = self.workspace
-        stream: Any = self.stream
-        if case.then == "workspace":
-            odd = (None, 0, 1, -1, UNMAPPED, 1 << 64, self.device.handle + 32)
-            workspace = odd[number % len(odd)]
-        if case.then == "stream":
-            stream = (1, -1, UNMAPPED, 1 << 64, self.memory.base)[number % 5]
-        try:
-            for _ in range(2 if case.then == "twice" else 1):
-                launch(prepared, workspace, stream)
-        except XmoeError as error:
-            return f"launch {named(error)}"
-        return f"ran {self._settle()}"
-
-    def _settle(self) -> str:
-        try:
-            self.stream.synchronize(20)
-        except AclError as error:
-            self.stream.close()
-            self.stream = AclStream(self.runtime)
-            return named(error)
-        return "0"
-
-    def _other(self, case: Case, stack: contextlib.ExitStack) -> str:
-        word, spec = case.changes[0]
-        if word == "call tensor":
-            self._desc("x", case, spec[1], stack)
-        elif word == "call tensors":
-            self._value("weight1", "L", spec, case, stack)
-        elif word == "call memory":
-            which, first, second = spec
-            if which == 0 and not (1 << 20 < first < 1 << 37):
-                stack.enter_context(DeviceMemory(self.runtime, first))
-            elif which == 1:
-                self.device.write(bytes(abs(first) % 100_000), second)
-            else:
-                self.device.read(first % 100_000 if which == 2 else first, second)
-        elif word == "call stream":
-            which, first, _ = spec
-            event = stack.enter_context(AclEvent(self.runtime))
-            if which % 2:
-                event.record(self.stream)
-            # Not a wait for minutes: what is queued is done within milliseconds.
-            event.synchronize(max(-5, min(first, 20)))
-        return "accepted"
 
 
 class Vendor:
@@ -209,12 +64,12 @@ class Vendor:
         shape, storage = f["shape"], f["storage"]
         strides = dense(shape) if f["strides"] is None else f["strides"]
         if storage is None:
-            storage = [_extent(shape, strides, f["offset"])]
+            storage = [extent(shape, strides, f["offset"])]
         if len(strides) != len(shape):  # the C function has one length for both
             strides = [*strides, *[0] * len(shape)][: len(shape)]
         made: int | None = self.soft.nnop.aclCreateTensor(
-            _int64s(shape), C.c_uint64(len(shape)), _int32(f["dtype"]), _int64s(strides),
-            C.c_int64(_wrap(f["offset"])), _int32(f["format"]), _int64s(storage),
+            int64s(shape), C.c_uint64(len(shape)), int32(f["dtype"]), int64s(strides),
+            C.c_int64(wrap(f["offset"])), int32(f["format"]), int64s(storage),
             C.c_uint64(len(storage)), C.c_void_p(f["ptr"] % (1 << 64)),
         )  # fmt: skip
         if not made:
@@ -282,14 +137,14 @@ class Vendor:
                 return self._tensor("x", case, spec, stack, True)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a double too large for a float becomes infinite
-                handle = self.soft.floats(*map(_float32, spec[1]))
+                handle = self.soft.floats(*map(float32, spec[1]))
             stack.callback(self.soft.nnop.aclDestroyFloatArray, handle)
             return handle.value
         if word == "null":
             return None
         if kind == "S":
             return spec[1].encode()
-        return _wrap(spec[1]) if kind == "i64" else _float32(spec[1])
+        return wrap(spec[1]) if kind == "i64" else float32(spec[1])
 
     def _arguments(self, case: Case, stack: Any) -> list[Any] | None:
         changed, values = dict(case.changes), scalars(case)
@@ -498,151 +353,3 @@ class Vendor:
                 self.stream,
             ),
         )
-
-
-class SecondRank(Soft):
-    """The libraries once more in one process: they are initialised already."""
-
-    def check(self, call: str, code: int) -> None:
-        if call != "aclInit" or code != status.REPEAT_INITIALIZE:
-            super().check(call, code)
-
-
-class Pair:
-    """A communicator of two ranks, both in this process; rank 1 lives in a thread."""
-
-    def __init__(self, vendor: Path, variant: str) -> None:
-        self.contexts: list[bytes] = [b"", b""]
-        self.comms: list[C.c_void_p] = [C.c_void_p(), C.c_void_p()]
-        self._vendor, self._variant = vendor, variant
-        self.stream: C.c_void_p | None = None
-        self._error = ""
-        self._run(self._join_both)
-
-    def _run(self, fn: Callable[[], None]) -> None:
-        """In a thread of rank 1, whose current device must not be that of the main thread."""
-
-        def body() -> None:
-            try:
-                fn()
-            except Exception as error:
-                self._error = f"{type(error).__name__}: {error}"
-
-        thread = threading.Thread(target=body)
-        thread.start()
-        thread.join(30)
-        if thread.is_alive():
-            raise Finding("rank 1 is stuck")
-        if self._error:
-            raise Finding(f"rank 1: {self._error}")
-
-    def _join_both(self) -> None:
-        hccl = C.CDLL(str(self._libs() / "libhccl.so"))
-        acl = C.CDLL(str(self._libs() / "libascendcl.so"))
-        root = C.create_string_buffer(4108)
-        assert acl.aclrtSetDevice(1) == 0 and hccl.HcclGetRootInfo(root) == 0
-        ends: list[int] = []
-
-        def zero() -> None:
-            assert acl.aclrtSetDevice(0) == 0
-            ends.append(hccl.HcclCommInitRootInfo(2, root, 0, C.byref(self.comms[0])))
-            self.contexts[0] = self._context(hccl, self.comms[0])
-
-        thread = threading.Thread(target=zero)
-        thread.start()
-        ends.append(hccl.HcclCommInitRootInfo(2, root, 1, C.byref(self.comms[1])))
-        thread.join(30)
-        assert ends == [0, 0], ends
-        self.contexts[1] = self._context(hccl, self.comms[1])
-
-    @staticmethod
-    def _libs() -> Path:
-        from support.vendor import LIB64
-
-        return LIB64
-
-    @staticmethod
-    def _context(hccl: C.CDLL, comm: C.c_void_p) -> bytes:
-        args, made = C.c_void_p(), C.c_void_p()
-        assert hccl.HcclKfcAllocOpArgs(C.byref(args)) == 0
-        assert hccl.HcclKfcOpArgsSetCommEngine(args, C.c_uint8(4)) == 0
-        text = C.create_string_buffer(b"AlltoAll=level0:fullmesh;level1:pairwise")
-        assert hccl.HcclKfcOpArgsSetAlgConfig(args, text) == 0
-        assert hccl.HcclCreateOpResCtx(comm, C.c_uint8(8), args, C.byref(made)) == 0
-        assert hccl.HcclKfcFreeOpArgs(args) == 0
-        return bytes(8) + (made.value or 0).to_bytes(8, "little")
-
-    def join(self, case: Case, memory: Memory) -> None:
-        """Launch the accepted call on rank 1."""
-
-        def launch_one() -> None:
-            soft = SecondRank(1, self._vendor, self._variant)
-            shift = SECOND_RANK
-            memory.fill(case, shift)
-            C.memmove(memory.base + shift + PLACES["context"], self.contexts[1], 16)
-            args: dict[str, Any] = {}
-            shared = {"yOut": "yOut", "expertTokenNumsOut": "expertTokenNumsOut"}
-            for key in ("context", "x", "topkIds", "topkWeights", *shared):
-                f = right(key, case.sizes, memory.base + shift)
-                args[key] = _plain(soft, f)
-            for key in ("weight1", "weight2"):
-                f = right(key, case.sizes, memory.base)
-                members = [_plain(soft, f) for _ in range(case.sizes[4])]
-                handles = (C.c_void_p * len(members))(*members)
-                args[key] = soft.nnop.aclCreateTensorList(handles, C.c_uint64(len(members)))
-            values = scalars(case)
-            for name in ("moeExpertNum", "epWorldSize", "cclBufferSize"):
-                args[name] = values[name]
-            self.stream = soft.stream()
-            code, size, executor = soft.prepare(args)
-            if code == 0:
-                workspace = soft.malloc(max(size, 64))
-                soft.check("launch", soft.phase2(workspace, max(size, 64), executor, self.stream))
-
-        self._run(launch_one)
-
-    def settle(self) -> str:
-        acl = C.CDLL(str(self._libs() / "libascendcl.so"))
-        if self.stream is None:
-            return "0"
-        code = acl.aclrtSynchronizeStreamWithTimeout(self.stream, 20_000)
-        acl.aclrtDestroyStream(self.stream)
-        self.stream = None
-        return str(code)
-
-    def close(self) -> None:
-        hccl = C.CDLL(str(self._libs() / "libhccl.so"))
-        for comm in self.comms:
-            hccl.HcclCommDestroy(comm)
-
-
-def _plain(soft: Soft, f: dict[str, Any]) -> int:
-    shape = f["shape"]
-    made: int = soft.nnop.aclCreateTensor(
-        _int64s(shape), C.c_uint64(len(shape)), f["dtype"], _int64s(dense(shape)), C.c_int64(0),
-        f["format"], _int64s(shape), C.c_uint64(len(shape)), C.c_void_p(f["ptr"]),
-    )  # fmt: skip
-    return made
-
-
-def _wrap(value: int) -> int:
-    return C.c_int64(value % (1 << 64)).value
-
-
-def _int32(value: int) -> C.c_int32:
-    return C.c_int32(value % (1 << 32))
-
-
-def _int64s(values: Any) -> Any:
-    return (C.c_int64 * max(1, len(values)))(*(_wrap(v) for v in values))
-
-
-def _extent(shape: list[int], strides: list[int], offset: int) -> int:
-    return _wrap(offset + 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=False)))
-
-
-def _float32(value: float) -> float:
-    try:
-        return C.c_float(value).value
-    except OverflowError:
-        return float("inf")
