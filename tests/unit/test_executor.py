@@ -13,7 +13,7 @@ from xmoe.errors import AclError, ConfigError, FenceTimeout, PeerLost, XmoeError
 from xmoe.executor import Phase, PhaseKind, StreamExecutor, WorkItem
 from xmoe.kernels.device import InlineDevice
 
-R, C, S = PhaseKind.RECV, PhaseKind.COMPUTE, PhaseKind.SEND
+R, M, C, S = PhaseKind.RECV, PhaseKind.METADATA, PhaseKind.COMPUTE, PhaseKind.SEND
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def boom(*_: object) -> None:
     raise AclError("kernel", 507035, "X", "detail")
 
 
-@pytest.mark.parametrize("kinds", [(), (S, R), (C, C), (R, S, C)])
+@pytest.mark.parametrize("kinds", [(), (S, R), (C, C), (R, S, C), (M,), (M, C)])
 def test_bad_items_are_refused(kinds):
     with pytest.raises(ConfigError, match="in this order"):
         item(*(Phase(kind, "c", lambda context: None) for kind in kinds))
@@ -125,6 +125,7 @@ def test_a_refused_item_leaves_the_executor_usable(device):
     assert held.closed == 1 and executor.failed is None
     with pytest.raises(ConfigError):  # the same error half-way is a failure
         executor.submit(item(launch(lambda: None), Phase(S, "ep", refuse)))
+    assert "op, layer 0 was refused half-way: bad ids" in str(executor.failed)
     with pytest.raises(XmoeError, match="first failure"):
         executor.submit(item(launch(lambda: None)))
     executor.close()

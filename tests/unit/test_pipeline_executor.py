@@ -239,6 +239,41 @@ def test_the_trace_counts_a_channels_phases_on_the_device(free):
     assert counted == [("recv", 0), ("send", 1), ("recv", 2), ("send", 3)]
 
 
+def test_an_error_after_a_first_phase_ran_is_no_refusal(monkeypatch):
+    device = MockNpu()
+    executor = make(device)
+
+    def closed(self, stream) -> None:
+        raise ConfigError("the event is closed")
+
+    monkeypatch.setattr(MockEvent, "record", closed)
+    with pytest.raises(ConfigError):
+        executor.submit(item_of(device, "i", R, C))
+    assert executor.failed is not None and executor.quarantined == 1  # its kernel is queued
+    executor.close()
+
+
+def test_only_the_first_failure_is_told():
+    told = []
+    failed = failure.Failure(None, lambda error, unsent: told.append(error))
+    first, second = CommError("first"), CommError("second")
+    assert [failed.make_final(None, error, ()) for error in (first, second)] == [first, second]
+    assert failed.error is first and told == [first]
+
+
+def test_a_ticket_that_is_done_has_nothing_to_do_with_its_slots_next_item():
+    device = MockNpu()
+    executor = make(device, OVERLAP, 1, timeout_s=0.02, shutdown_timeout_s=0.01)
+    first = executor.submit(item_of(device, "i", R, C))
+    first.result()
+    second = executor.submit(stuck_item(device, [], S))
+    assert first.recorded == [] and "all phases done" in first.where()
+    assert [kind for kind, _ in second.recorded] == [R, S] and "phase recv" in second.where()
+    with pytest.raises(FenceTimeout):
+        second.result()
+    executor.close()
+
+
 def test_a_failure_of_any_phases_stream_is_seen():
     """The send came through although compute, on another stream, has failed."""
     device = FakeDevice()
