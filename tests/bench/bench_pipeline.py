@@ -32,8 +32,14 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 LABEL = "software device on this machine, timed kernels; no operator's time, nothing ran on an NPU"
 GOALS = {"achieved_over_possible": 0.95, "executor_python_us": 2.0, "executor_end_to_end_us": 10.0}
 HIDDEN = 512
-# The last one has its receive on all vector cores, behind a readiness probe.
-CONNECTORS = ("camp2p", "camasync, core partition", "camasync, readiness gate")
+# The last two have their receive on all vector cores, behind a readiness probe; in the very last
+# one the host does not read an item's metadata, so that compute is queued before the receive ends.
+CONNECTORS = (
+    "camp2p",
+    "camasync, core partition",
+    "camasync, readiness gate",
+    "camasync, gate, metadata on device",
+)
 # FFN kernel and one full receive or send, microseconds.
 WORKLOADS = {
     "communication-bound": (1000, 4000),
@@ -88,6 +94,8 @@ def _spec(connector: str, compute_us: int, copy_us: int, layers: int) -> tuple[A
         settings["compute_cores"] = 24
     elif not p2p:
         settings["recv_gate"] = "ready_probe"
+        if "on device" in connector:
+            settings["metadata_read"] = "device"
     spec = RunSpec(
         connector.split(",")[0],
         attn=1 if p2p else 3,
@@ -347,7 +355,7 @@ def _executor_rank(context: Any, rounds: int) -> dict[str, Any]:
 def _print(one: dict[str, Any]) -> None:
     for mode, row in one["modes"].items():
         print(
-            f"{one['connector']:<25}{one['workload']:<20}x{one['scale']} {mode:<8} "
+            f"{one['connector']:<35}{one['workload']:<20}x{one['scale']} {mode:<8} "
             f"{row['layer_us']:9.0f} us a layer "
             f"{row['tokens_per_s']:9.0f} tokens/s  hidden {row['hidden_share']:.2f}  "
             f"bound/measured {row['bound_over_measured']:.3f}  "
