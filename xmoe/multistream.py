@@ -51,7 +51,9 @@ class RecvGate(str, enum.Enum):
 
 
 class MetadataRead(str, enum.Enum):
-    """How an item's shape gets to the host."""
+    """How an item's layer and rows get to compute. blocking: the host waits for the receive, then
+    reads. pinned_async: the receive's stream copies them to pinned memory, the host waits for the
+    same event. device: the host reads nothing, the model takes them from device tensors."""
 
     BLOCKING = "blocking"
     PINNED_ASYNC = "pinned_async"

@@ -306,7 +306,10 @@ def test_a_stop_buffer_ends_a_receive_that_waits(read):
     adapter._recv = stop_then
     assert loop.serve(StepPlan(9, (2,))) == 1
     assert adapter.stopped and loop.executor.failed is None and not loop.executor.stopping
+    made = len(device.streams)
     loop.close()
+    loop.stop()  # a late one, of another thread: nothing is made any more
+    assert len(device.streams) == made and not loop.executor.stopping
     assert ops.world.problems == [] and ops.answers == []
 
 

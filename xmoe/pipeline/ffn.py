@@ -8,6 +8,7 @@ or found out while receiving (CAMAsync) is the adapter's affair.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -84,13 +85,16 @@ class RoleLoop:
         Raises:
             XmoeError: something is pending although the loop ended well.
         """
-        self.executor.close()
+        self._release()
         left = self._peers.leftovers()
         if left and self.executor.failed is None:
             raise XmoeError(
                 f"closed with {', '.join(left)}; allowed: nothing pending; next: end the loop "
                 "between two steps"
             )
+
+    def _release(self) -> None:
+        self.executor.close()
 
     def __enter__(self) -> Self:
         return self
@@ -104,7 +108,7 @@ class RoleLoop:
         if kind is None:
             self.close()
         else:
-            self.executor.close()
+            self._release()
 
 
 class _Answers:
@@ -158,6 +162,8 @@ class FfnLoop(RoleLoop):
         self._adapter = adapter
         self._model = _Answers(model)
         self._stopper: Stream | None = None
+        self._stop_lock = threading.Lock()
+        self._over = False
         self.steps = 0
         self.items = 0
 
@@ -167,20 +173,26 @@ class FfnLoop(RoleLoop):
         Where the operators have a stop buffer, a receive that waits on the device ends with their
         shutdown item and the loop ends well; else see `StreamExecutor.request_stop`.
         """
-        with self._device.bind():
-            if self._stopper is None:
-                self._stopper = self._device.create_stream()
-            if self._adapter.stop(self._stopper.handle()):
+        with self._stop_lock:
+            if self._over:
                 return
+            with self._device.bind():
+                if self._stopper is None:
+                    self._stopper = self._device.create_stream()
+                if self._adapter.stop(self._stopper.handle()):
+                    return
         super().stop()
 
-    def close(self) -> None:
-        """See RoleLoop."""
-        super().close()
-        if self._stopper is not None:
-            with self._device.bind():
-                self._stopper.close()
-            self._stopper = None
+    def _release(self) -> None:
+        try:
+            super()._release()
+        finally:
+            with self._stop_lock:
+                self._over = True
+                if self._stopper is not None:
+                    with self._device.bind():
+                        self._stopper.close()
+                self._stopper = None
 
     def run_step(self, plan: StepPlan) -> None:
         """Serve one step. Returns when its items were issued, or, with a fence, are done.
