@@ -228,6 +228,12 @@ PROFILES: tuple[LimitProfile, ...] = (
     _A5_DOC,
 )
 
+WITHOUT_LIMITS = {
+    "A": "it was published for Atlas A5 alone (9.1.0-beta.2 and -beta.3, no arch22 sources), and "
+    "no source that was read states its limits; only the operator itself can be called with it",
+}
+"""ABI variants that are callable and that no row can accept, with the reason."""
+
 _SOC_PREFIXES = (("ascend910_93", "A3"), ("ascend910b", "A2"), ("ascend950", "A5"))
 
 

@@ -16,7 +16,7 @@ from xmoe import layout
 from xmoe.policy.decision import Check, Value
 from xmoe.policy.facts import Facts, problem_code, problem_text
 from xmoe.policy.limits import Limit
-from xmoe.policy.profiles import PROFILES, LimitProfile, soc_family
+from xmoe.policy.profiles import PROFILES, WITHOUT_LIMITS, LimitProfile, soc_family
 from xmoe.types import Mode, MoeShape
 
 KNOWN_VARIANTS = ("A", "B", "C", "D", "E", "F", "G", "H", "I", "J")
@@ -128,6 +128,10 @@ def _abi_variant(case: Case) -> Check:
     if value not in case.facts.callable_variants:
         limit = ", ".join(case.facts.callable_variants) or "none"
         return _result("abi_variant", False, value, limit, f"callable by {_XMOE}", next_step)
+    if value in WITHOUT_LIMITS:
+        limit = ", ".join(v for v in KNOWN_VARIANTS if v not in WITHOUT_LIMITS)
+        why = f"variant {value}: {WITHOUT_LIMITS[value]}; install a later operator package"
+        return _result("abi_variant", False, value, limit, "limit profiles", why)
     return _limited(case, "abi_variant", value, lambda p: p.abi_variants, next_step)
 
 

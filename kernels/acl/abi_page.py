@@ -7,6 +7,7 @@ that the page is not the table's.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from xmoe.kernels.acl.variants import (
 )
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "megamoe-abi.md"
+RECORD = PAGE.parent / "benchmarks" / "abi-variants.json"
 _HEAD = """<!-- SPDX-License-Identifier: Apache-2.0 -->
 <!-- Written by python -m xmoe.kernels.acl.abi_page; do not edit. -->
 # ABI variants of aclnnMegaMoe
@@ -54,6 +56,34 @@ error in mode `on`.
 """
 
 
+_RUNS = """
+## What runs gave
+
+On the software device, whose vendor library was compiled as each variant (`python
+tests/support/abi_table.py`). Called: two ranks, through the operator, equal to the float64
+reference within the tolerance. Detected: by the probe alone, from a package that does not tell.
+Wrong pins: each of the other letters set as `abi_variant` is refused as `variant_mismatch`.
+
+| variant | called | detected as | right pin taken | wrong pins detected |
+|---|---|---|---|---|
+"""
+
+
+def _runs() -> str:
+    """The recorded table; empty where the record is not at hand."""
+    try:
+        rows = json.loads(RECORD.read_text(encoding="utf-8"))["variants"]
+    except OSError:
+        return ""
+    lines = [
+        f"| {variant} | {'yes' if row['called'] else 'NO'} | {row['detected']} | "
+        f"{'yes' if row['right_pin_taken'] else 'NO'} | {row['wrong_pins_detected']} of "
+        f"{row['wrong_pins']} |\n"
+        for variant, row in rows.items()
+    ]
+    return _RUNS + "".join(lines)
+
+
 def render() -> str:
     """The page's text."""
     parts = [_HEAD, "\n| variant | parameters | change | source | notes |\n|---|---|---|---|---|\n"]
@@ -78,6 +108,7 @@ def render() -> str:
         )
     )
     parts += [_slots(variant) for variant in VARIANTS.values()]
+    parts.append(_runs())
     parts.append("\n## Parameters\n\nThe number is the 1-based position.\n\n")
     parts.append(_parameters())
     parts.append(

@@ -213,7 +213,8 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType({
     v.id: v
     for v in (
         Variant("A", _A, f"{_REPO}, tags 9.1.0-beta.2 and 9.1.0-beta.3 (953394157)",
-                "Atlas A5 only; null checks only, no integer checks"),
+                "Atlas A5 only; null checks only, no integer checks; no source that was read "
+                "states its limits, so the policy refuses it by name"),
         Variant("B", _B, f"{_REPO}, branch 9.1.0 (69baeed80 and later)",
                 "CANN 9.1.0; numMaxTokensPerRank is accepted and dropped by the wrapper"),
         Variant("C", _C, f"{_REPO}, master 4cccb6393 (2026-07-01)"),

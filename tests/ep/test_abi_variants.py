@@ -25,7 +25,7 @@ from xmoe.config import XmoeConfig
 from xmoe.errors import UnsupportedError
 from xmoe.kernels.acl.variants import VARIANTS
 from xmoe.policy.facts import Facts
-from xmoe.policy.profiles import PROFILES, profile_named
+from xmoe.policy.profiles import PROFILES, WITHOUT_LIMITS, profile_named
 from xmoe.policy.select import assess
 from xmoe.reference import BF16_ROW_TOLERANCE, moe_reference, row_errors
 from xmoe.runner import MoeRunner
@@ -118,11 +118,23 @@ def _through_the_operator(rank: int, group: Any) -> Any:
 
 
 def test_operator_calls_variant_a(environment: Environment) -> None:
-    # A belongs to Atlas A5, whose quantised formats this release does not pass, so no profile of
-    # this device has it; the call itself is right all the same.
+    # The policy accepts A nowhere (see below); the call itself is right all the same.
     ranks = values(run_ranks(_through_the_operator, 2, env=environment("A"), deadline_s=120))
     assert [variant for _, variant in ranks] == ["A", "A"]
     check_output([y for y, _ in ranks], [batch(4, 4, 2, seed=r) for r in range(2)], 4)
+
+
+@pytest.mark.parametrize("profile", [None, "a3-seed", "a3-hicann-12c31dbd4"])
+def test_policy_refuses_variant_a_with_the_reason(
+    profile: str | None, environment: Environment
+) -> None:
+    settings = {} if profile is None else {"profile": profile}
+    ranks = values(
+        run_ranks(_through_the_runner, 2, settings, env=environment("A"), deadline_s=120)
+    )
+    assert ranks[0] == ranks[1]
+    assert "abi_variant is A; allowed: B, C, D, E, F, G, H, I, J; variant A:" in ranks[0], ranks
+    assert "Atlas A5 alone" in ranks[0] and "states its limits" in ranks[0]
 
 
 @pytest.mark.parametrize("settings", [{}, {"abi_variant": "E"}])
@@ -159,7 +171,7 @@ def test_an_unknown_variant_means_the_split_path_in_mode_auto(environment: Envir
 
 def test_every_variant_but_a_has_a_profile_that_accepts_it() -> None:
     known = {v for profile in PROFILES for v in profile.abi_variants.values}
-    assert known == set(LETTERS) - {"A"}
+    assert known == set(LETTERS) - set(WITHOUT_LIMITS) == set(LETTERS) - {"A"}
     for variant, name in PROFILE.items():
         profile = profile_named(name)
         facts = Facts(

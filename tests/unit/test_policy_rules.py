@@ -283,6 +283,7 @@ def test_a_group_wide_token_count_is_refused_by_name() -> None:
         (None, ("B",), "abi_variant is not known; allowed: A, B, C"),
         ("K", ("B",), "abi_variant is K; allowed: A, B, C"),
         ("E", ("B",), "abi_variant is E; allowed: B;"),
+        ("A", ("A", "B"), "abi_variant is A; allowed: B, C, D, E, F, G, H, I, J; variant A: it "),
         ("E", ("B", "E"), "abi_variant is E; allowed: B, D;"),
         ("B", (), "abi_variant is B; allowed: none;"),
     ],
