@@ -21,11 +21,14 @@ namespace xsd {
 namespace {
 
 constexpr int kHelp = 32;  // tasks of other streams in a row, then their own workers have to go on
-constexpr auto kLook = std::chrono::microseconds(20);
+constexpr auto kLook = std::chrono::microseconds(4);  // longer takes more from running tasks
 
 thread_local uint64_t t_worker_of = 0;
 // Streams whose turn this thread has, because it fired what they had waited for.
 thread_local std::vector<std::shared_ptr<Stream>> t_due;
+
+// Workers woken so far. Who looks goes to sleep when it changes: the woken one needs a processor.
+std::atomic<uint32_t> g_woken{0};
 
 // A worker without work is on duty for a moment before it sleeps, one of a process at a time: more
 // of them would keep each other, and the host, from the processor.
@@ -56,8 +59,9 @@ bool look(Ready ready) {
   if (ready()) return true;
   if (g_host_looks.exchange(true)) return false;
   const auto limit = Clock::now() + kLook;
+  const uint32_t woken = g_woken;
   bool found = false;
-  while (!found && Clock::now() < limit) {
+  while (!found && woken == g_woken && Clock::now() < limit) {
     for (int i = 0; i < 16 && !(found = ready()); ++i) pause();
   }
   g_host_looks = false;
@@ -71,6 +75,7 @@ bool skipped(const Stream& stream, const Task& task) {
 void hand_to_worker(Stream& stream) {  // under its mutex
   stream.parked_for = nullptr;
   stream.turn = Turn::kDue;
+  ++g_woken;
   stream.work.notify_one();
 }
 
@@ -211,7 +216,8 @@ void be_on_duty(const Stream& own) {
     duty().taken = true;
   }
   auto limit = Clock::now() + kLook;
-  while (own.turn != Turn::kDue && !own.stopping && Clock::now() < limit) {
+  const uint32_t woken = g_woken;
+  while (own.turn != Turn::kDue && !own.stopping && woken == g_woken && Clock::now() < limit) {
     for (int i = 0; i < 16 && !duty().some && own.turn != Turn::kDue; ++i) pause();
     if (!duty().some) continue;
     {
