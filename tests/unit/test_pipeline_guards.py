@@ -143,19 +143,27 @@ class OneBadStream(MockNpu):
 
 
 @pytest.mark.parametrize("hangs", [True, False])
-def test_an_earlier_phase_that_failed_is_reported(hangs):
-    """Whether the awaited last phase hangs for that reason, or looks done all the same."""
+@pytest.mark.parametrize("late", [False, True])
+def test_an_earlier_phase_that_failed_is_reported(late, hangs):
+    """At once, or only when the host has waited for a while; whether the last phase hangs for that
+    reason, or looks done all the same."""
     device = OneBadStream()
     device.bad = 1  # recv
-    executor = make(device, timeout_s=20.0, shutdown_timeout_s=0.02)
+    executor = make(device, timeout_s=5.0, shutdown_timeout_s=0.02)
+    go = [] if late else [1]
+
+    def recv(context) -> None:
+        device.launch(context.stream.handle(), Kernel("recv", ready=lambda: bool(go)))
 
     def send(context) -> None:
         device.launch(context.stream.handle(), Kernel("send", ready=lambda: not hangs))
 
-    phases = (Phase(R, "c", lambda context: None), Phase(S, "c", send))
-    ticket = executor.submit(WorkItem("i", 0, phases))
+    ticket = executor.submit(WorkItem("i", 0, (Phase(R, "c", recv), Phase(S, "c", send))))
+    timer = threading.Timer(0.1, lambda: go.append(1))
+    timer.start()
     with pytest.raises(AclError, match="507035"):
         ticket.result()
+    timer.join()
     executor.close()
     assert executor.quarantined == int(hangs)
 

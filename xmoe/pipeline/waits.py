@@ -98,13 +98,13 @@ class Waits:
                     other.synchronize(_LOOK_UP_S)
             if stoppable and self.stop.is_set():
                 raise PipelineStopped(f"stopped during {ticket.where()}; the item is abandoned")
+            warned = warned or self._warned(spent, "")
             if spent >= limit:
                 raise FenceTimeout(
                     f"{ticket.item.op}, layer {ticket.layer}: not finished after {limit:g} s; "
                     f"waiting: {self.report()}; allowed: within the time limit; next: check that "
                     "all ranks launched, or raise the time limit"
                 )
-            warned = warned or self._warned(spent, "")
             try:
                 lease.synchronize(_look_up(limit - spent))
                 return
@@ -135,13 +135,13 @@ class Waits:
             if item.may_idle:
                 continue
             limit = self._timeout_s
+            warned = warned or self._warned(spent, f"the gate of {item.op}, ")
             if spent >= limit:
                 raise FenceTimeout(
                     f"{item.op}, layer {item.layer}, stage {item.stage}: nothing came for "
                     f"{limit:g} s; waiting: its gate, {self.report()}; allowed: within the time "
                     "limit; next: check that all ranks launched, or raise the time limit"
                 )
-            warned = warned or self._warned(spent, f"the gate of {item.op}, ")
 
     def _warned(self, spent: float, what: str) -> bool:
         if self._on_stall is None or spent < self._stall_warn_s:
