@@ -190,7 +190,7 @@ def changed(path: Path) -> Problem | None:
     The linker goes by the name and gives the old code again, while whoever looks at the file sees
     the new one.
     """
-    if not was_replaced(path) and _states.get(str(path)) in (None, _state(path)):
+    if _states.get(str(path)) in (None, _state(path)):
         return None
     return Problem(
         Code.LOADED_ELSEWHERE,

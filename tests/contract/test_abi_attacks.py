@@ -136,6 +136,17 @@ say([first, validate()])
         assert "new process" in second["problems"][0]["remedy"]
 
 
+def test_a_file_that_is_loaded_twice_is_its_own_rival(root: Path, tmp_path: Path) -> None:
+    vendor, other = make_vendor(tmp_path / "v", BOTH), compile_library(tmp_path / "n.so", BOTH)
+    (tmp_path / "link").symlink_to(vendor)
+    code = f"""
+held = ctypes.CDLL({str(tmp_path / "link" / LIBRARY)!r})
+os.replace({str(other)!r}, {str(vendor / LIBRARY)!r})
+say(validate())
+"""
+    only_problem(validate(root, code, **chain(vendor)), "loaded_elsewhere", "loaded twice")
+
+
 @pytest.mark.parametrize("symbol", ["aclnnInnerMegaMoe", "aclnnInnerMegaMoeGetWorkspaceSize"])
 def test_an_interposer_of_the_inner_calls_is_seen(symbol: str, root: Path, tmp_path: Path) -> None:
     inner = f"int {symbol}(void) {{ return 0; }}\n"
