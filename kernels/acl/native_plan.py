@@ -116,8 +116,10 @@ class NativePlan:
     def _describe(self, tensor: StepTensor) -> dict[str, Any]:
         codes = {TOKENS: self._lib.XM_TOKENS, SECOND: self._lib.XM_SECOND}
         for size in tensor.shape:
-            number = isinstance(size, int) and not isinstance(size, bool)
-            fits = 0 <= size <= _LARGEST_SIZE if number else size in (TOKENS, SECOND)
+            if isinstance(size, int) and not isinstance(size, bool):
+                fits = 0 <= size <= _LARGEST_SIZE
+            else:
+                fits = size in (TOKENS, SECOND)
             if not fits:
                 raise ConfigError(
                     f"step tensor {tensor.name} has the size {size!r}; allowed: whole numbers from "
