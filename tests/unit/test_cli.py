@@ -7,6 +7,8 @@ What a command does is tested with that command.
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import json
 import os
 import subprocess
@@ -138,6 +140,22 @@ def test_defect_is_told_apart_from_wrong_use(
     err = capsys.readouterr().err
     assert "RuntimeError: boom; this is a defect of xmoe; --debug shows where" in err
     assert "Traceback" not in err
+
+
+class _Full(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_what_a_library_printed_and_nobody_can_write_is_an_error(
+    command: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command(lambda args: 0)
+    monkeypatch.setattr(sys, "stdout", _Full())
+    assert cli.main(["probe"]) == 2
+    assert "the standard output cannot be written: No space left" in capsys.readouterr().err
 
 
 def test_interrupt(command: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
