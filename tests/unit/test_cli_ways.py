@@ -429,3 +429,9 @@ def test_a_folder_that_is_gone_is_no_defect(
     gone.rmdir()
     assert cli.main(["doctor", "--json", "r.json"]) == 2
     assert "--json r.json cannot be written: No such file" in capsys.readouterr().err
+
+
+def test_messages_have_no_other_way_than_the_standard_error() -> None:
+    command = ["bash", "-c", '"$@" 2>&-', "bash", *XMOE, "bogus"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+    assert (done.returncode, done.stdout) == (2, "")
