@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short fuzz of contract layer and software vendor, the same sets each time.
+"""A short fuzz of contract layer, launch plan and software vendor, the same sets each time.
 
 tests/fuzz/fuzz_contract.py is the long one; docs/benchmarks/fuzz.json holds what it last counted.
 """
@@ -42,6 +42,9 @@ def test_two_thousand_sets(script: ModuleType) -> None:
     assert {"ConfigError", "AclError 561002", "accepted"} <= set(contract)
     assert {"161001", "161002", "561002", "accepted"} <= set(vendor)
     assert any(key.startswith("ran") for key in vendor)
+    plan = found["outcomes"]["plan"]
+    assert {"make ConfigError", "step ConfigError", "rebind ConfigError"} <= set(plan)
+    assert any(key.startswith("step ok") for key in plan)
 
 
 @pytest.mark.parametrize(
@@ -72,3 +75,5 @@ def test_recorded_run_was_long_enough_and_clean() -> None:
     assert found["sets"] >= 100_000 and found["findings"] == []
     assert set(found["variants"]) == set("ABCDEFGHIJ")
     assert sum(sum(kinds.values()) for kinds in found["outcomes"].values()) == found["sets"]
+    assert all(sum(kinds.values()) >= 30_000 for kinds in found["outcomes"].values())
+    assert set(found["outcomes"]) == {"contract", "vendor", "plan"}
