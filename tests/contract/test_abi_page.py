@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from support import abi_table
 from support.tree import ROOT
 from support.vendor import COUNTS
 from xmoe.kernels.acl import abi_page
@@ -18,6 +21,19 @@ def test_the_page_is_the_tables() -> None:
     assert page == abi_page.PAGE
     hint = "run python -m xmoe.kernels.acl.abi_page"
     assert page.read_text(encoding="utf-8") == abi_page.render(), hint
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build variants with")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("variant", ["A", "B", "J"])
+def test_the_recorded_table_is_what_runs_give(variant: str, tmp_path: Path) -> None:
+    # All letters are run in tests/ep/test_abi_variants.py and test_abi_detect.py.
+    recorded = json.loads(abi_page.RECORD.read_text())["variants"]
+    assert list(recorded) == list(VARIANTS)
+    good = {"called": True, "right_pin_taken": True, "wrong_pins_detected": 9, "wrong_pins": 9}
+    assert recorded == {letter: {**good, "detected": letter} for letter in VARIANTS}
+    assert abi_table.row(variant, tmp_path) == recorded[variant]
+    assert f"| {variant} | yes | {variant} | yes | 9 of 9 |" in abi_page.render()
 
 
 def test_the_page_has_every_variant_and_every_parameter() -> None:
