@@ -85,7 +85,8 @@ except MemoryError as error:
     seen["raises"] = [str(error), elsewhere(plan), refused(lambda: step(plan))]
 plan.close()
 end = counts()
-say({"seen": seen, "left": [end["tensors"] - end["dead_tensors"], end["lists"] - end["dead_lists"]]})
+left = [end["tensors"] - end["dead_tensors"], end["lists"] - end["dead_lists"]]
+say({"seen": seen, "left": left})
 """
 
 
