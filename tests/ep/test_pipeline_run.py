@@ -75,7 +75,7 @@ CASES = {
         "camasync", stages=2, roles=ROLES, layers=4, routing="one", fence=HostFence.NONE
     ),
     "async, shared expert": spec(
-        "camasync", attn=1, ffn=2, routing="low", shared_expert=True, dynamic_quant=True
+        "camasync", attn=3, ffn=2, tokens=16, topk=3, shared_expert=True, dynamic_quant=True
     ),
     "async, tensor parallel": spec("camasync", attn=4, tp_size=2, dynamic_quant=True),
 }

@@ -25,7 +25,7 @@ from xmoe.kernels.acl.status import NAMES
 from xmoe.kernels.acl.toolkit import Toolkit
 
 PLAIN: dict[str, str] = {
-    "xsdCamDispatchReady": "int32_t(*)(char*" + ", int64_t" * 7 + ")",
+    "xsdCamDispatchReady": "int32_t(*)(char*" + ", int64_t" * 8 + ")",
     "xsdCamAbort": "int32_t(*)(char*, uint32_t)",
     "xsdCamAbortState": "int64_t(*)(char*)",
     "xsdCamCounters": "int32_t(*)(char*, uint32_t*)",

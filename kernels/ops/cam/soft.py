@@ -109,6 +109,7 @@ class SoftCam:
             t.experts_per_rank + self._shared,
             t.tp_size,
             int(t.dynamic_quant),
+            self._shared,
         )
         if count == -2:
             state = self.abort_state(group)

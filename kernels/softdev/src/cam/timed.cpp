@@ -113,7 +113,7 @@ XSD_API aclnnStatus aclnnXsdTimedKernel(void* workspace, uint64_t workspaceSize,
 // chunks are half taken count as ready.
 XSD_API int32_t xsdCamDispatchReady(const char* group, int64_t maxSeqLen, int64_t hiddenSize,
                                     int64_t topk, int64_t attnRankNum, int64_t slots,
-                                    int64_t tpSize, int64_t dynamicQuant) {
+                                    int64_t tpSize, int64_t dynamicQuant, int64_t sharedExpert) {
   cam::Group g;
   if (tpSize < 1 || attnRankNum < tpSize || cam::find_group("xsdCamDispatchReady", group, &g) != 0)
     return -1;
@@ -125,6 +125,7 @@ XSD_API int32_t xsdCamDispatchReady(const char* group, int64_t maxSeqLen, int64_
   shape.slots = slots;
   shape.tp = tpSize;
   shape.quant = dynamicQuant;
+  shape.shared = sharedExpert == 1;
   cam::FfnLayout layout(shape);
   if (layout.bytes * static_cast<uint64_t>(attnRankNum) + 32 > g.window_bytes) return -1;
   int32_t ready = 0;
