@@ -185,6 +185,7 @@ class MoeRunner:
             validate_ids=config.validate_ids,
             timeout_s=config.step_timeout_s,
             operators=self._operators,
+            device=_tensors_on(device),
         )
         self._resource: MegaMoeCommResource | None = None
         if self.decision.path is not Path.MEGA_MOE:
@@ -422,10 +423,14 @@ def _is_cpu(device: RuntimeDevice | torch.device | None) -> bool:
 
 def _operators_of(device: RuntimeDevice | torch.device | None) -> NpuOperators:
     """What the split path may call besides torch operators; looked up once a process."""
+    return npu_operators() if _tensors_on(device).type == "npu" else NpuOperators()
+
+
+def _tensors_on(device: RuntimeDevice | torch.device | None) -> torch.device:
+    """Where layers will be called with tensors."""
     if device is None:
-        return NpuOperators()
-    where = device if isinstance(device, torch.device) else device.torch_device
-    return npu_operators() if where.type == "npu" else NpuOperators()
+        return torch.device("cpu")
+    return device if isinstance(device, torch.device) else device.torch_device
 
 
 def _adaptor(device: torch.device | None) -> RuntimeDevice:

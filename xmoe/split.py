@@ -12,8 +12,9 @@ stream current, and memory needs care that CPU tensors do not:
                            the caller's stream had to do until then
     collectives            HCCL runs a group's in order of issue, which is the same on all ranks
 
-In serial mode on npu tensors everything follows the caller's stream, and nothing is waited for
-here; what a dispatch waits for stands in `xmoe.comm.transport`.
+In serial mode on npu tensors everything follows the caller's stream. The host waits here for the
+end of the call before, whose slot and memory a call takes over; what a dispatch waits for stands in
+`xmoe.comm.transport`.
 """
 
 from __future__ import annotations
