@@ -23,7 +23,7 @@ from torch import Tensor
 
 from xmoe.comm.resource import MegaMoeCommResource
 from xmoe.config import XmoeConfig
-from xmoe.errors import AclError, FenceTimeout, XmoeError
+from xmoe.errors import AclError, FenceTimeout
 from xmoe.kernels.device import Device, Stream
 from xmoe.kernels.ops.launch_rows import LaunchRows
 from xmoe.kernels.ops.mega_moe import MegaMoe
@@ -149,17 +149,20 @@ class FusedStep:
     def close(self) -> None:
         """Drain, then give the stream back. Twice is harmless.
 
+        After a failure, whoever met it, the rows and the context are kept: the device may go on.
+
         Raises:
             What `drain` raises, when nothing had failed before.
         """
         if self._closed:
             return
         self._closed = True
+        drained = False
         try:
             if self._resource.failed is None:
                 self.drain()
-        except XmoeError:
-            _KEPT.append(self._rows)
-            raise
+                drained = True
         finally:
+            if not drained:
+                _KEPT.extend((self._rows, self._resource.handle))
             self._stream.close()

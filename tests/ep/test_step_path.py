@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from xmoe.config import XmoeConfig
-from xmoe.errors import CommError, ConfigError
+from xmoe.errors import CommError, ConfigError, FenceTimeout
 from xmoe.ranks import RankContext, run_ranks
 from xmoe.reference import BF16_ROW_TOLERANCE, moe_reference, row_errors
 from xmoe.runner import MoeRunner
@@ -167,6 +167,25 @@ def test_threads_may_call_layers_at_once() -> None:
             for thread in threads:
                 thread.join()
         assert wrong == []
+
+    _ranks(body)
+
+
+def test_close_keeps_the_rows_after_a_failure_that_no_launch_met() -> None:
+    """On npu tensors a drain or the next step meets it: the device may still write to the rows."""
+
+    def body(context: RankContext, runner: MoeRunner, layer: Any) -> None:
+        from xmoe import fused
+
+        step, resource = runner._fused, runner._resource
+        assert step is not None and resource is not None
+        with runner.step(3):
+            layer(*_batch(context.rank, 3))
+        resource.translate(FenceTimeout("a drain that did not end"))
+        rows, context_tensor = step.rows, resource.handle.context
+        step.close()
+        kept = [getattr(one, "context", one) for one in fused._KEPT]
+        assert any(one is rows for one in kept) and any(one is context_tensor for one in kept)
 
     _ranks(body)
 
