@@ -468,6 +468,23 @@ def test_the_reports_of_a_failing_abort_are_added():
     executor.close()
 
 
+def test_an_abort_that_breaks_ends_the_executor_all_the_same():
+    device = MockNpu()
+
+    def on_failure(error, unsent) -> None:
+        raise ZeroDivisionError("the abort's own defect")
+
+    def before(kind, context):
+        raise RuntimeError("broke")
+
+    executor = make(device, on_failure=on_failure)
+    with pytest.raises(ZeroDivisionError):
+        executor.submit(item_of(device, "i", R, before=before))
+    with pytest.raises(XmoeError, match="stopped after its first failure"):
+        executor.submit(item_of(device, "j", R))
+    executor.close()
+
+
 def test_options_follow_the_settings_and_the_role():
     config = MultistreamConfig(mode=OVERLAP, max_inflight=3, roles=frozenset({"ffn"}))
     ffn, attention = (ExecutorOptions.of(config, role) for role in ("ffn", "attention"))

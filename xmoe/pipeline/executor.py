@@ -158,11 +158,6 @@ class StreamExecutor:
             finally:
                 self._session = before
 
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        with self._lock, self._device.bind():
-            yield
-
     def request_stop(self) -> None:
         """Make waits for a gate or a receive end with PipelineStopped. Any thread; returns at
         once.
@@ -420,8 +415,8 @@ class StreamExecutor:
 
     def _fail_with(self, ticket: Ticket | None, error: BaseException) -> None:
         """Make a failure final. Raises what it means; returns when that is the error itself."""
+        self._over = True  # first: telling the peers may raise
         meaning = self._failure.make_final(ticket, error, self._inflight)
-        self._over = True
         if meaning is not error:
             raise meaning from error
 
