@@ -303,3 +303,29 @@ def test_capacity_and_topology_are_checked() -> None:
     ):
         with pytest.raises(ConfigError, match="allowed"):
             CamAsyncTopology(**{**good, **change})
+
+
+def test_a_combine_of_any_batch_is_launched_from_one_operator_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A set owns device memory and plans, so making one is no matter for a step."""
+    from xmoe.kernels.ops.cam import torch_ops
+
+    made: list[tuple[object, ...]] = []
+
+    class Nothing:
+        def combine_recv(self, group: str, ids: torch.Tensor, *_: object, **__: object) -> None:
+            made.append(("rows", ids.shape[0]))
+
+    def remember(*place: object) -> Nothing:
+        made.append(place)
+        return Nothing()
+
+    monkeypatch.setattr(torch_ops, "_async", remember)
+    monkeypatch.setattr(torch_ops, "_stream", lambda tensor: 0)
+    for rows in (3, 5):
+        x, ids = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(rows, 2, dtype=torch.int32)
+        place = (rows, 64, 2, 1, 1, 4, 0, 2)
+        torch_ops._combine_recv(False, x, ids, ids.float(), x, 0, *place, "group")
+    first, _, second, last = made
+    assert first == second and last == ("rows", 5)

@@ -263,8 +263,8 @@ def _combine_recv(shared: bool, x: Tensor, ids: Tensor, weights: Tensor, comm: T
                   experts: int, rank: int, world: int, group: str) -> Tensor:  # fmt: skip
     _check_world(world, ffn, attn)
     require("batch_size", batch, batch == ids.shape[0], "the rows of expert_ids", "correct it")
-    # The window of Attention does not depend on max_seq_len or tp_size.
-    ops = _async(x.device, x.dtype, shared, 0, attn, ffn, rank, hidden, topk, experts, batch, 1)
+    # The window of Attention does not depend on max_seq_len or tp_size: one set for all batches.
+    ops = _async(x.device, x.dtype, shared, 0, attn, ffn, rank, hidden, topk, experts, 1, 1)
     return ops.combine_recv(group, ids, weights, stream=_stream(x))
 
 
