@@ -46,11 +46,6 @@ class Version:
     stage: int
     stage_number: int
 
-    @property
-    def is_release(self) -> bool:
-        """No alpha, beta, pre or rc part."""
-        return self.stage == _RELEASE
-
     def _key(self) -> tuple[tuple[int, ...], int, int]:
         numbers = self.numbers
         while numbers and numbers[-1] == 0:
