@@ -82,7 +82,6 @@ class CollectiveTransport:
         validate_ids: "checked" raises ConfigError on every rank, before any row is sent, when some
             rank has ids out of range or repeated in a row; "drop" leaves such slots out and counts
             them in `dropped_slots`.
-        device: of the expert weights; None takes batches wherever they are.
     """
 
     def __init__(
@@ -93,7 +92,6 @@ class CollectiveTransport:
         validate_ids: str = "drop",
         timeout_s: float = DEFAULT_TIMEOUT_S,
         operators: NpuOperators = _NO_OPERATORS,
-        device: torch.device | None = None,
     ) -> None:
         ep_size = group_size(group)
         if num_experts < 1 or num_experts % ep_size:
@@ -114,15 +112,20 @@ class CollectiveTransport:
         self._checked = validate_ids == "checked"
         self._timeout_s = timeout_s
         self._operators = operators
-        self._where = device
         self._has_hccl = group is not None and "npu:" in dist.get_backend_config(group)
         self._sequence = 0
         require_equal(group, "transport", {"num_experts": num_experts}, timeout_s)
 
-    def dispatch(self, batch: TokenBatch) -> tuple[Tensor, Tensor, DispatchHandle]:
-        """See Transport. COLLECTIVE. Raises ConfigError, RankDisagreement or PeerLost."""
+    def dispatch(
+        self, batch: TokenBatch, problem: Exception | None = None
+    ) -> tuple[Tensor, Tensor, DispatchHandle]:
+        """See Transport. COLLECTIVE. Raises ConfigError, RankDisagreement or PeerLost.
+
+        Args:
+            problem: why the caller cannot take part; raised on all ranks instead.
+        """
         self._sequence += 1
-        problem = _batch_problem(batch, self._where)
+        problem = problem or _batch_problem(batch)
         counts = torch.zeros(self.num_experts, dtype=torch.int64)
         if problem is None:
             given = batch.topk_ids
@@ -269,16 +272,14 @@ class CollectiveTransport:
         )
 
 
-def _batch_problem(batch: TokenBatch, device: torch.device | None) -> Exception | None:
+def _batch_problem(batch: TokenBatch) -> Exception | None:
     """Why this rank's batch cannot be sent, by devices, shapes and types. Whatever torch would
     refuse later would leave the peers waiting."""
     hidden, ids, weights = batch.hidden_states, batch.topk_ids, batch.topk_weights
-    kind = (hidden.device if device is None else device).type
-    if not hidden.device == ids.device == weights.device or hidden.device.type != kind:
+    if not hidden.device == ids.device == weights.device:
         return ConfigError(
             f"dispatch: hidden_states on {hidden.device}, topk_ids on {ids.device}, topk_weights "
-            f"on {weights.device}; allowed: one {kind} device, where the expert weights are; next: "
-            "move them"
+            f"on {weights.device}; allowed: one device; next: move them"
         )
     if (
         hidden.dim() != 2

@@ -42,9 +42,10 @@ class MoeLayer(Protocol):
 
     Ids that are out of range or repeated in their row count as unused; `MoeRunner.stats` says how
     many there were. With validate_ids "checked" they are an error on all ranks instead, found by a
-    host read and a collective in each call. A batch of another shape or type than announced is a
-    ConfigError on this rank; its peers' fused call goes on without its tokens. A call while the
-    current stream is captured into a graph is a ConfigError too, and nothing was queued.
+    host read and a collective in each call. A batch of another shape, type or device than announced
+    is a ConfigError: on the split path on all ranks, before a row is sent; on the fused one on this
+    rank, while its peers' call goes on without its tokens. A call while the current stream is
+    captured into a graph is a ConfigError too, and nothing was queued.
     """
 
     def __call__(
@@ -104,18 +105,18 @@ class TwoPathLayer:
         counts = shared.counts(num_tokens)
         step = shared.decision.for_step(counts)
         shared.launches[step.path] += 1
+        device = self._weights.gate_up.device
+        problem = _problem(batch, out, shared.shape, counts[shared.rank], device)
         if step.path is Path.MEGA_MOE:
-            return self._run_fused(batch, counts[shared.rank], step.rows_per_rank, out)
-        output = shared.split.run(self._split_experts(), batch, counts, self._index)
+            return self._run_fused(batch, problem, step.rows_per_rank, out)
+        output = shared.split.run(self._split_experts(), batch, counts, self._index, problem)
         return output if out is None else out.copy_(output)
 
     def _run_fused(
-        self, batch: TokenBatch, announced: int, rows: int, out: Tensor | None
+        self, batch: TokenBatch, problem: Exception | None, rows: int, out: Tensor | None
     ) -> Tensor:
         shared, fused, op, index = self._shared, self._shared.fused, self._op, self._index
         assert fused is not None and op is not None
-        device = self._weights.gate_up.device
-        problem = _problem(batch, out, shared.shape, announced, device)
         if shared.config.validate_ids == "checked":
             if problem is None and (found := check_ids(batch.topk_ids, shared.shape.num_experts)):
                 problem = ConfigError(found.sentence(shared.shape.num_experts))

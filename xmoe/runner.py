@@ -11,11 +11,12 @@ on every rank. Nothing falls back after a launch.
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TypeVar
+from typing import SupportsIndex, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -59,6 +60,7 @@ from xmoe.startup import check_vendor_chain
 from xmoe.types import ExpertWeights, Mode, MoeShape, Path
 
 T = TypeVar("T")
+_MOST_TOKENS = 2**31 - 1
 # What making a device's streams, events and memory can fail with.
 _DEVICE_FAILURES = (XmoeError, OSError, RuntimeError, MemoryError)
 
@@ -185,7 +187,6 @@ class MoeRunner:
             validate_ids=config.validate_ids,
             timeout_s=config.step_timeout_s,
             operators=self._operators,
-            device=_tensors_on(device),
         )
         self._resource: MegaMoeCommResource | None = None
         if self.decision.path is not Path.MEGA_MOE:
@@ -394,15 +395,15 @@ class MoeRunner:
     def _exchange(self, num_tokens: int) -> tuple[int, ...]:
         self._sequence += 1
         error: Exception | None = None
+        count = 0
         try:
+            count = _token_count(num_tokens)
             self._device.check()
             if self._resource is not None:
                 self._resource.require_usable()
         except XmoeError as caught:
             error = caught
-        return exchange_step(
-            self._group, num_tokens, self._sequence, error, self.config.step_timeout_s
-        )
+        return exchange_step(self._group, count, self._sequence, error, self.config.step_timeout_s)
 
     def _counts_now(self, num_tokens: int) -> tuple[int, ...]:
         """All ranks' token counts: those of the step, or exchanged here for one layer alone."""
@@ -417,20 +418,29 @@ class MoeRunner:
             )
 
 
+def _token_count(num_tokens: SupportsIndex) -> int:
+    try:
+        count = operator.index(num_tokens)
+    except TypeError:
+        count = -1
+    if 0 <= count <= _MOST_TOKENS:
+        return count
+    raise ConfigError(
+        f"a step of {num_tokens!r} tokens; allowed: whole numbers from 0 to {_MOST_TOKENS}; next: "
+        "pass this rank's number of rows, 0 when it has none"
+    )
+
+
 def _is_cpu(device: RuntimeDevice | torch.device | None) -> bool:
     return device is None or (isinstance(device, torch.device) and device.type == "cpu")
 
 
 def _operators_of(device: RuntimeDevice | torch.device | None) -> NpuOperators:
     """What the split path may call besides torch operators; looked up once a process."""
-    return npu_operators() if _tensors_on(device).type == "npu" else NpuOperators()
-
-
-def _tensors_on(device: RuntimeDevice | torch.device | None) -> torch.device:
-    """Where layers will be called with tensors."""
     if device is None:
-        return torch.device("cpu")
-    return device if isinstance(device, torch.device) else device.torch_device
+        return NpuOperators()
+    where = device if isinstance(device, torch.device) else device.torch_device
+    return npu_operators() if where.type == "npu" else NpuOperators()
 
 
 def _adaptor(device: torch.device | None) -> RuntimeDevice:

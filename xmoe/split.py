@@ -59,7 +59,12 @@ class SplitPath:
         )
 
     def run(
-        self, experts: SplitExperts, batch: TokenBatch, counts: Sequence[int], index: int
+        self,
+        experts: SplitExperts,
+        batch: TokenBatch,
+        counts: Sequence[int],
+        index: int,
+        problem: Exception | None = None,
     ) -> Tensor:
         """One layer call: [T, H], new memory. COLLECTIVE.
 
@@ -67,11 +72,12 @@ class SplitPath:
         whose chunk is empty dispatches it all the same.
 
         Args:
-            counts: tokens of each rank. index: of the layer, for reports.
+            counts: tokens of each rank. index: of the layer, for reports. problem: why this rank's
+                batch cannot be taken; raised on all ranks before a row is sent.
         """
         on_npu = self.device.torch_device.type == "npu"
         if self.executor.options.mode is not StreamMode.OVERLAP:
-            ticket = self.executor.submit(self._item(experts, batch, index, None))
+            ticket = self.executor.submit(self._item(experts, batch, index, None, problem))
             # On the caller's own stream the result is in order already.
             values = ticket.context.values if on_npu else ticket.result()
             output: Tensor = values["output"]
@@ -81,7 +87,7 @@ class SplitPath:
             ready = self.device.create_event()
             ready.record(self.device.current_stream())
         count = max(1, -(-max(counts) // self.config.split_chunk_tokens))
-        items = [self._item(experts, part, index, ready) for part in chunks(batch, count)]
+        items = [self._item(experts, part, index, ready, problem) for part in chunks(batch, count)]
         try:
             tickets = prefetch(self.executor, items)
             outputs: list[Tensor] = [ticket.result()["output"] for ticket in tickets]
@@ -91,7 +97,12 @@ class SplitPath:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _item(
-        self, experts: SplitExperts, batch: TokenBatch, index: int, ready: Event | None
+        self,
+        experts: SplitExperts,
+        batch: TokenBatch,
+        index: int,
+        ready: Event | None,
+        problem: Exception | None,
     ) -> WorkItem:
         transport = self.transport
 
@@ -99,7 +110,7 @@ class SplitPath:
             if ready is not None:
                 context.stream.wait_event(ready)
             with make_current(context.stream):
-                received = transport.dispatch(batch)
+                received = transport.dispatch(batch, problem)
             context.values["received"] = received
 
         def compute(context: PhaseContext) -> None:

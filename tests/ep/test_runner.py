@@ -190,6 +190,56 @@ def test_a_batch_of_another_shape_does_not_hold_the_peers() -> None:
     assert time.monotonic() - started < DEADLINE_S / 2  # no wait ran into its limit
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_bad_batch_on_the_split_path_is_refused_on_all_ranks_and_costs_nothing(
+    chunked: bool,
+) -> None:
+    """Width, type, rows and output are judged before a row is sent: the runner goes on."""
+
+    def run(context: RankContext) -> list[str]:
+        group = context.init_process_group(DEADLINE_S)
+        settings: dict[str, object] = {"mode": "off", "step_timeout_s": DEADLINE_S}
+        if chunked:
+            settings |= {"split_streams": "overlap", "split_chunk_tokens": 2}
+        said = []
+        with MoeRunner.create(SHAPE, XmoeConfig.from_mapping(settings), group=group) as runner:
+            layer = runner.layer(_local(context), 0)
+            hidden, ids, weights = batch = _batch(context.rank, 3)
+            for bad in (
+                (hidden[:, :-1], ids, weights),
+                (hidden.float(), ids, weights),
+                (hidden[:2], ids[:2], weights[:2]),
+                (*batch, torch.empty(3, 3, SHAPE.hidden, dtype=hidden.dtype)),
+            ):
+                with runner.step(3), pytest.raises(ConfigError) as caught:
+                    layer(*(bad if context.rank == 1 else batch))
+                said.append(str(caught.value))
+            with runner.step(3):
+                _check(layer(*batch), batch)
+        return said
+
+    first, second = run_ranks(run, 2, silence_s=DEADLINE_S)
+    assert first == second and all("rank 1" in text for text in first)
+    assert "3 tokens were announced" in first[2] and "out is [3, 3, " in first[3]
+
+
+@pytest.mark.parametrize("tokens", [-1, "x", 2.5, None, 2**70])
+def test_a_step_of_no_number_of_tokens_is_one_error_on_all_ranks(tokens: Any) -> None:
+    def run(context: RankContext) -> str:
+        group = context.init_process_group(DEADLINE_S)
+        config = XmoeConfig.from_mapping({"mode": "off", "step_timeout_s": DEADLINE_S})
+        with MoeRunner.create(SHAPE, config, group=group) as runner:
+            with pytest.raises(ConfigError) as caught:
+                with runner.step(tokens if context.rank == 1 else 3):
+                    pass
+            with runner.step(2) as counts:
+                assert counts == (2, 2)
+        return str(caught.value)
+
+    first, second = run_ranks(run, 2, silence_s=DEADLINE_S)
+    assert first == second and f"rank 1: a step of {tokens!r} tokens" in first
+
+
 def test_unused_slots_contribute_nothing() -> None:
     def unused(context: RankContext, mode: str) -> Any:
         group = context.init_process_group(DEADLINE_S)
