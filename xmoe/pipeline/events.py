@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bounded ring of device events that are recorded again and again.
 
-A device takes a wait on an event that was never recorded as "nothing to wait for", and answers
-"done" when asked about it. An event that is used again makes this worse: the earlier recording
+A device takes a wait for an event that was never recorded as "nothing to wait for", its own wait
+and the host's alike. An event that is used again makes this worse: the earlier recording
 answers for the later one. So every recording begins a generation, and a lease of an event refuses
 to wait while its present one is not recorded. A slot keeps its leases for all its items; who holds
 on to a lease longer, holds the generation with it.
