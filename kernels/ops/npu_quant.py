@@ -86,8 +86,7 @@ class NpuIntegerExperts:
             and inter % _WIDTH == 0
             and inter <= _WIDTH_LIMIT
         )
-        self._gate_up = in_nz_format(weights.gate_up, hidden, 2 * inter)
-        self._down = in_nz_format(weights.down, inter, hidden)
+        self._stand_on_weights()
         if weights.quant == "w8a8":
             self._gate_up_scale = decode_scales(weights.gate_up_scales)
             self._first = {"scale": [self._gate_up_scale]}
@@ -96,6 +95,20 @@ class NpuIntegerExperts:
             assert weights.gate_up_bias is not None and weights.down_bias is not None
             self._first = _int4_arguments(weights.gate_up_scales, weights.gate_up_bias, hidden)
             self._second = _int4_arguments(weights.down_scales, weights.down_bias, inter)
+
+    def _stand_on_weights(self) -> None:
+        held = self._held
+        hidden, inter = held.hidden, held.intermediate
+        self._gate_up = in_nz_format(held.gate_up, hidden, 2 * inter)
+        self._down = in_nz_format(held.down, inter, hidden)
+
+    def _moved(self) -> bool:
+        """Weights that were given other memory: the old one may be somebody else's by now."""
+        held = self._held
+        return (
+            held.gate_up.data_ptr() != self._gate_up.data_ptr()
+            or held.down.data_ptr() != self._down.data_ptr()
+        )
 
     def __call__(self, recv_tokens: Tensor, tokens_per_expert: Sequence[int] | Tensor) -> Tensor:
         """Each row through its expert; see `expert_mlp`. No wait for the device.
@@ -106,6 +119,8 @@ class NpuIntegerExperts:
         """
         if recv_tokens.shape[0] == 0:
             return recv_tokens.new_empty(recv_tokens.shape)
+        if self._moved():
+            self._stand_on_weights()
         ops, dtype = torch.ops.npu, recv_tokens.dtype
         groups = group_list(tokens_per_expert, recv_tokens.device)
         q, scale = ops.npu_dynamic_quant(recv_tokens.contiguous())

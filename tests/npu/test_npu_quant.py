@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from support.npu import join_group
+from support.npu import child, join_group
 from support.quant import Matrices, QuantLayer, emulate
 from support.vendor import Batch
 from xmoe.config import XmoeConfig
 from xmoe.kernels import capability
+from xmoe.kernels.ops.npu_quant import NpuIntegerExperts
 from xmoe.kernels.ops.quant import dequantise_experts, load, quantise_experts
 from xmoe.ranks import RankContext, run_ranks
 from xmoe.reference import INT8_ROW_TOLERANCE, int8_error_bound, moe_reference, row_errors
@@ -92,6 +93,26 @@ def run(context: RankContext, kind: str, where: str) -> dict[str, Any]:
         left, right = getattr(local, field.name), getattr(before, field.name)
         assert not torch.is_tensor(left) or torch.equal(left.cpu(), right.cpu())
     return found
+
+
+def moved(device: torch.device) -> bool:
+    """Bits of the experts before and after their weights got other memory."""
+    local = changed(experts("w8a8"), lambda one: one.clone().to(device))
+    one = NpuIntegerExperts(
+        local, capability.npu_operators(), activation="swiglu", clamp=None, layout="concatenated"
+    )
+    rows = tensors(batch_of(0))[0].to(device)
+    counts = [len(rows)] + [0] * (EXPERTS - 1)
+    want = one(rows, counts).cpu()
+    for weight in (local.gate_up, local.down):
+        old = weight.detach()
+        weight.data = weight.clone()
+        old.zero_()
+    return torch.equal(one(rows, counts).cpu(), want) and bool(want.any())
+
+
+def test_integer_experts_follow_weights_that_move() -> None:
+    assert child(moved)
 
 
 @pytest.mark.timeout(300)
