@@ -215,6 +215,8 @@ def _dying(rank: int, folder: Path, when: str) -> tuple[int, str, float] | None:
     group = Group(soft, rank, 4, folder)
     call = Call.make(soft, group, LAYER, batch(rank))
     stream = soft.stream()
+    if when == "while all wait for another":  # ranks 1 and 3 do: one finds out, and tells the other
+        time.sleep({0: 1.0, 2: 0.4}.get(rank, 0.0))
     if rank == 2:
         if when == "after some launches":
             soft.launch(call.args, stream)
@@ -229,7 +231,9 @@ def _dying(rank: int, folder: Path, when: str) -> tuple[int, str, float] | None:
     return None
 
 
-@pytest.mark.parametrize("when", ["before the launch", "after some launches"])
+@pytest.mark.parametrize(
+    "when", ["before the launch", "after some launches", "while all wait for another"]
+)
 def test_dead_peer_ends_the_wait(when: str) -> None:
     ended: list[Ended] = fork_ranks(_dying, 4, when, env=ENV, check=False)
     assert ended[2].signal == signal.SIGKILL

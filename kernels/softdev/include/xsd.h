@@ -64,6 +64,8 @@ XSD_API int xsdStreamEnqueue(aclrtStream stream, const char* name, xsdTaskFn run
                              xsdReleaseFn release);
 // Device-side text for the error a task is about to return (shown with the code at synchronise).
 XSD_API void xsdTaskError(const char* fmt, ...) __attribute__((format(printf, 1, 2)));
+// The text that the running task has set so far; valid until it sets another one.
+XSD_API const char* xsdTaskErrorText(void);
 // Is [ptr, ptr + bytes) inside one live aclrtMalloc allocation (1), outside all of them (0: memory
 // the device does not manage, e.g. a host tensor), or does it run over the end of one (-1)?
 XSD_API int xsdCheckRange(const void* ptr, uint64_t bytes);
@@ -125,7 +127,8 @@ XSD_API aclOpExecutor* xsdExecutorCreate(const char* op, uint64_t workspace_byte
                                          void* ctx, xsdReleaseFn release);
 // How an operator follows aclSetInputTensorAddr and aclSetOutputTensorAddr; without it they are
 // refused. `clone` copies a ctx (launches that are queued keep the old one); `move` writes a new
-// address, 0 when `index` (tensors of one direction, members of lists one by one) names none.
+// address and returns 1, 0 when `index` (tensors of one direction, members of lists one by one)
+// names none, -1 when what the operator uses there does not fit behind the address.
 struct XsdRebind {
   void* (*clone)(const void* ctx);
   int (*move)(void* ctx, int is_output, uint64_t index, void* address);

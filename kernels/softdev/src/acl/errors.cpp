@@ -54,6 +54,8 @@ void xsdTaskError(const char* format, ...) {
   va_end(args);
 }
 
+const char* xsdTaskErrorText() { return t_task.c_str(); }
+
 const char* aclGetRecentErrMsg() {
   if (t_error.empty()) return nullptr;
   t_returned.swap(t_error);

@@ -197,12 +197,8 @@ int Window::wait(const uint32_t* word, bool any, uint32_t want, int64_t peer) {
   Condition condition = {word, any, want, strict ? &header(rank())->poison : nullptr};
   const int code = xsdWaitPeer(res_, static_cast<uint32_t>(peer), holds, &condition);
   if (code != 0) {
-    if (strict) {
-      char text[96];
-      std::snprintf(text, sizeof text, "rank %u stopped waiting for rank %lld (%d)", res_->rank,
-                    Long(peer), code);
-      poison_all(text);
-    }
+    // The peers hear the cause: this rank may have waited for another one than the one that died.
+    if (strict) poison_all(xsdTaskErrorText());
     return code;
   }
   // The wait also ends when a peer aborts; then the word itself may still be missing.
