@@ -176,10 +176,12 @@ def _problem(
         and out.dtype is hidden.dtype
         and out.device == device
         and out.is_contiguous()
+        and (not out.is_inference() or torch.is_inference_mode_enabled())
     ):
         return ConfigError(
             f"out is {list(out.shape)} {out.dtype} on {out.device} with strides "
-            f"{list(out.stride())}; allowed: {list(hidden.shape)} {hidden.dtype} on {device}, "
-            "contiguous; next: make it with torch.empty_like(hidden_states)"
+            f"{list(out.stride())}{', made in inference mode' if out.is_inference() else ''}; "
+            f"allowed: {list(hidden.shape)} {hidden.dtype} on {device}, contiguous, which may be "
+            "written to in this mode; next: make it with torch.empty_like(hidden_states)"
         )
     return None

@@ -62,6 +62,13 @@ def test_an_output_that_does_not_fit_is_refused(out: torch.Tensor) -> None:
     assert str(problem).startswith(f"out is {list(out.shape)}") and "empty_like" in str(problem)
 
 
+def test_an_output_that_this_mode_may_not_write_to_is_refused_before_the_launch() -> None:
+    with torch.inference_mode():
+        out = torch.zeros(2, 8, dtype=torch.bfloat16)
+        assert _problem(_batch(), out, SHAPE, 2, CPU) is None
+    assert "made in inference mode" in str(_problem(_batch(), out, SHAPE, 2, CPU))
+
+
 class _Capturing(InlineDevice):
     def capturing(self) -> bool:
         return True
