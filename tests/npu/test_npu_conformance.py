@@ -21,7 +21,9 @@ def test_all_cases_pass_on_npu_tensors(tmp_path: Path) -> None:
     code = main(["conformance", "--ep", "2", "--tensors", "npu", "--json", str(report)])
     found = json.loads(report.read_text())
     bad = [f"{r['name']}: {r['evidence']}" for r in found["results"] if r["verdict"] != "pass"]
-    assert not bad, "\n".join(bad)
+    # With two ranks no FFN rank can go empty.
+    assert [line.partition(":")[0] for line in bad] == ["cam_async.empty_ranks"], "\n".join(bad)
+    assert found["counts"]["skip"] == 1
     assert code == 0 and found["tensors"] == "npu"
     assert [r["name"] for r in found["results"]] == [one.name for one in all_cases()]
 

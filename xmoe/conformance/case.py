@@ -91,6 +91,6 @@ def all_cases() -> tuple[Case, ...]:
     """Every case, harmful ones last."""
     import importlib
 
-    for name in ("streams", "events", "memory", "refusals", "group", "mega_moe"):
+    for name in ("streams", "events", "memory", "refusals", "group", "mega_moe", "cam"):
         importlib.import_module(f"xmoe.conformance.cases_{name}")
     return tuple(sorted(CASES, key=lambda one: (one.harmful, one.ranks)))
