@@ -149,7 +149,8 @@ class FusedStep:
     def close(self) -> None:
         """Drain, then give the stream back. Twice is harmless.
 
-        After a failure, whoever met it, the rows and the context are kept: the device may go on.
+        After a failure, whoever met it, all memory that launches have addresses of is kept: the
+        device may go on.
 
         Raises:
             What `drain` raises, when nothing had failed before.
@@ -164,5 +165,5 @@ class FusedStep:
                 drained = True
         finally:
             if not drained:
-                _KEPT.extend((self._rows, self._resource.handle))
+                _KEPT.extend((self._rows, self._resource.handle, self._resource.workspace))
             self._stream.close()
