@@ -117,6 +117,12 @@ class TwoPathLayer:
     ) -> Tensor:
         shared, fused, op, index = self._shared, self._shared.fused, self._op, self._index
         assert fused is not None and op is not None
+        if out is None and problem is None:
+            try:
+                hidden = batch.hidden_states
+                out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+            except RuntimeError as error:  # no memory left
+                problem = error
         if shared.config.validate_ids == "checked":
             if problem is None and (found := check_ids(batch.topk_ids, shared.shape.num_experts)):
                 problem = ConfigError(found.sentence(shared.shape.num_experts))
@@ -126,8 +132,7 @@ class TwoPathLayer:
             # The peers launch, and a launch without this rank would never end.
             fused.run(op, None, rows, None, index)
             raise problem
-        if out is None:
-            out = torch.empty_like(batch.hidden_states, memory_format=torch.contiguous_format)
+        assert out is not None
         fused.run(op, batch, rows, out, index)
         return out
 

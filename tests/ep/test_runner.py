@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from xmoe.config import XmoeConfig
-from xmoe.errors import ConfigError, UnsupportedError
+from xmoe.errors import ConfigError, UnsupportedError, XmoeError
 from xmoe.ranks import RankContext, RanksFailed, run_ranks
 from xmoe.reference import BF16_ROW_TOLERANCE, moe_reference, row_errors
 from xmoe.runner import MoeRunner
@@ -187,6 +187,38 @@ def test_a_batch_of_another_shape_does_not_hold_the_peers() -> None:
     started = time.monotonic()
     first, second = run_ranks(run, 2, silence_s=DEADLINE_S)
     assert first is None and second is not None and "3 tokens were announced" in second
+    assert time.monotonic() - started < DEADLINE_S / 2  # no wait ran into its limit
+
+
+@pytest.mark.parametrize("ids", ["drop", "checked"])
+def test_no_memory_for_one_ranks_output_does_not_hold_the_peers(ids: str) -> None:
+    def run(context: RankContext) -> str:
+        group = context.init_process_group(DEADLINE_S)
+        settings = {"mode": "on", "step_timeout_s": DEADLINE_S, "validate_ids": ids}
+        said = ""
+        with MoeRunner.create(SHAPE, XmoeConfig.from_mapping(settings), group=group) as runner:
+            layer, batch = runner.layer(_local(context), 0), _batch(context.rank, 3)
+
+            def full(like: torch.Tensor, **how: Any) -> torch.Tensor:
+                if like.shape == batch[0].shape:
+                    raise torch.OutOfMemoryError("the device is full")
+                return torch.empty(like.shape, dtype=like.dtype)
+
+            with runner.step(3), pytest.MonkeyPatch.context() as patch:
+                if context.rank == 1:
+                    patch.setattr(torch, "empty_like", full)
+                try:
+                    _check(layer(*batch), batch)
+                except (RuntimeError, XmoeError) as error:
+                    said = str(error)
+            with runner.step(3):
+                _check(layer(*batch), batch)
+        return said
+
+    started = time.monotonic()
+    first, second = run_ranks(run, 2, silence_s=DEADLINE_S)
+    # With "checked" all ranks agree before they launch.
+    assert "the device is full" in second and ("is full" in first) == (ids == "checked")
     assert time.monotonic() - started < DEADLINE_S / 2  # no wait ran into its limit
 
 
