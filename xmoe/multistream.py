@@ -22,7 +22,6 @@ from xmoe import env
 from xmoe.errors import ConfigError
 
 MAX_INFLIGHT = 4
-EVENTS_PER_SLOT = 3
 ROLES = ("ffn", "attention")
 
 LEGACY_KEYS: Mapping[str, str] = {
@@ -140,7 +139,6 @@ _KINDS: Mapping[str, env.Kind] = {
     "recv_cores": env.integer(1, 1024),
     "compute_cores": env.integer(1, 1024),
     "send_cores": env.integer(1, 1024),
-    "event_ring": env.integer(EVENTS_PER_SLOT, 1024),
     "wait_timeout_s": _SECONDS,
     "shutdown_timeout_s": _SECONDS,
     "stall_warn_s": _SECONDS,
@@ -152,7 +150,7 @@ _ENUMS: Mapping[str, type[enum.Enum]] = {
     "metadata_read": MetadataRead,
     "fence": HostFence,
 }
-_MAY_BE_NONE = ("memory_budget_bytes", "recv_cores", "compute_cores", "send_cores", "event_ring")
+_MAY_BE_NONE = ("memory_budget_bytes", "recv_cores", "compute_cores", "send_cores")
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,6 @@ class MultistreamConfig:
         memory_budget_bytes: for the buffers of all slots of an FFN rank.
         recv_gate: see RecvGate. recv_cores, compute_cores, send_cores: of a partition.
         metadata_read, fence: see there.
-        event_ring: events; None is three for each slot.
         wait_timeout_s: bound of each wait for one item.
         shutdown_timeout_s: after which buffers that may be in use are kept instead of freed.
         stall_warn_s: after which a wait is reported, without effect.
@@ -183,7 +180,6 @@ class MultistreamConfig:
     send_cores: int | None = None
     metadata_read: MetadataRead = MetadataRead.BLOCKING
     fence: HostFence = HostFence.STEP
-    event_ring: int | None = None
     wait_timeout_s: float = 60.0
     shutdown_timeout_s: float = 5.0
     stall_warn_s: float = 30.0
@@ -201,18 +197,6 @@ class MultistreamConfig:
         object.__setattr__(self, "roles", _roles(self.roles))
         if self.mode is not StreamMode.OVERLAP:
             object.__setattr__(self, "max_inflight", 1)
-        least = EVENTS_PER_SLOT * self.max_inflight
-        if self.event_ring is not None and self.event_ring < least:
-            raise ConfigError(
-                f"multistream.event_ring={self.event_ring}; allowed: {least} or more, "
-                f"{EVENTS_PER_SLOT} for each of {self.max_inflight} slots; next: raise it or leave "
-                "it out"
-            )
-
-    @property
-    def events(self) -> int:
-        """Size of the event ring."""
-        return self.event_ring or EVENTS_PER_SLOT * self.max_inflight
 
     def mode_of(self, role: str) -> StreamMode:
         """How `role` runs: a side that is not among `roles` stays on one stream."""
@@ -240,6 +224,11 @@ class MultistreamConfig:
                 f"{', '.join(cls.keys())}; next: write it as one"
             )
         refuse_legacy(mapping)
+        if "event_ring" in mapping:
+            raise ConfigError(
+                "multistream setting 'event_ring' does not exist any more; allowed: nothing in its "
+                "place, every slot has the events that it needs; next: remove it"
+            )
         known = cls.keys()
         for key in mapping:
             if key not in known:

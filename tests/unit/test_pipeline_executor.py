@@ -114,25 +114,29 @@ def recorded(lease: EventLease, stream: MockStream) -> EventLease:
 
 def test_an_event_refuses_what_the_device_would_silently_ignore():
     device = MockNpu()
-    stream, pool = device.create_stream(), EventPool(device, 1)
+    stream, pool = device.create_stream(), EventPool(device)
     lease = pool.take()
     for call in (lease.query, lambda: lease.synchronize(1.0), lambda: lease.wait_on(stream)):
         with pytest.raises(XmoeError, match="while it is not recorded"):
             call()
-    recorded(lease, stream)
-    with pytest.raises(XmoeError, match="all 1 events are in use"):
-        pool.take()
-    lease.give_back()
-    lease.give_back()
-    again = pool.take()
-    assert again.generation == 1 and pool.taken == 1
-    with pytest.raises(XmoeError, match="given back"):
-        lease.wait_on(stream)  # would be a wait for the earlier recording
-    with pytest.raises(XmoeError, match="generation 1"):
-        again.query()  # the device would say: done
-    assert recorded(again, stream).generation == 2
+    assert recorded(lease, stream).generation == 1
+    assert recorded(lease, stream).generation == 2
+    lease.wait_on(stream)
+    lease.stream = None  # as before a recording: the device would wait for the earlier one
+    with pytest.raises(XmoeError, match="generation 2 is queried while it is not recorded"):
+        lease.query()
     pool.close()
-    assert device.dropped_waits == 0
+    pool.close()
+    assert device.events[0].closed and device.dropped_waits == 0
+
+
+def test_every_slot_has_its_events_and_closing_releases_them():
+    device = MockNpu()
+    with make(device, OVERLAP, 2) as executor:
+        for n in range(9):
+            executor.submit(item_of(device, f"i{n}", R, C, S))
+        assert len(device.events) == 6
+    assert all(event.closed for event in device.events)
 
 
 @pytest.mark.parametrize("after", ["phases", "items"])
@@ -161,7 +165,7 @@ def test_a_recording_that_was_lost_is_waited_for_by_nobody(monkeypatch, after):
 def test_channel_rules():
     channel = Channel(ChannelRule("a", 2, opens=S, closes=R))
     device = MockNpu()
-    stream, pool = device.create_stream(), EventPool(device, 9)
+    stream, pool = device.create_stream(), EventPool(device)
 
     def go(kind):
         edges = channel.edges(kind)
@@ -488,10 +492,10 @@ def test_an_abort_that_breaks_ends_the_executor_all_the_same():
 def test_options_follow_the_settings_and_the_role():
     config = MultistreamConfig(mode=OVERLAP, max_inflight=3, roles=frozenset({"ffn"}))
     ffn, attention = (ExecutorOptions.of(config, role) for role in ("ffn", "attention"))
-    assert (ffn.mode, ffn.max_inflight, ffn.event_ring) == (OVERLAP, 3, 9)
+    assert (ffn.mode, ffn.max_inflight) == (OVERLAP, 3)
     assert (attention.mode, attention.max_inflight) == (SERIAL, 1)
     assert ExecutorOptions.of(config, "attention", slots=3).max_inflight == 3
-    for bad in ({"max_inflight": 5}, {"event_ring": 2}, {"mode": StreamMode.OFF}):
+    for bad in ({"max_inflight": 5}, {"mode": StreamMode.OFF}):
         with pytest.raises(ConfigError):
             ExecutorOptions(**bad)
 

@@ -132,4 +132,4 @@ class Channel:
 
 
 def _unobserved(lease: EventLease, generation: int) -> EventLease | None:
-    return lease if lease.generation == generation and lease.live else None
+    return lease if lease.generation == generation else None

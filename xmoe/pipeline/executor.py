@@ -33,7 +33,7 @@ from types import TracebackType
 
 from xmoe.errors import CommError, ConfigError, FenceTimeout, PipelineStopped, XmoeError
 from xmoe.kernels.device import Device, Stream, is_timeout
-from xmoe.multistream import EVENTS_PER_SLOT, StreamMode
+from xmoe.multistream import StreamMode
 from xmoe.pipeline.channels import Channel, ChannelRule
 from xmoe.pipeline.events import EventLease, EventPool
 from xmoe.pipeline.failure import QUARANTINE, Failure, OnFailure
@@ -92,7 +92,7 @@ class StreamExecutor:
         with device.bind():
             self._streams = self._make_streams(options.mode)
         self._own = tuple(dict.fromkeys(self._streams))
-        self._pool = EventPool(device, options.event_ring or EVENTS_PER_SLOT * options.max_inflight)
+        self._pool = EventPool(device)
 
     def _make_streams(self, mode: StreamMode) -> tuple[Stream, ...]:
         """By the order of PhaseKind."""
@@ -439,9 +439,6 @@ class StreamExecutor:
         found = []
         if len(self._free) != len(self._slots):
             found.append(f"{len(self._slots) - len(self._free)} slots")
-        kept = sum(len(set(slot.lanes)) for slot in self._slots)
-        if self._pool.taken != kept:
-            found.append(f"{self._pool.taken - kept} events")
         for channel in self._channels.values():
             if channel.outstanding:
                 found.append(f"channel {channel.rule.name!r}: {channel.outstanding} unanswered")

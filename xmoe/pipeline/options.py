@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from xmoe.errors import ConfigError
-from xmoe.multistream import EVENTS_PER_SLOT, MAX_INFLIGHT, MultistreamConfig, StreamMode
+from xmoe.multistream import MAX_INFLIGHT, MultistreamConfig, StreamMode
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -18,7 +18,7 @@ class ExecutorOptions:
 
     Attributes:
         mode: serial or overlap.
-        max_inflight: slots, 1..4. event_ring: events, None for three a slot.
+        max_inflight: slots, 1..4.
         timeout_s: for one item; shutdown_timeout_s: for streams to stop after a failure.
         stall_warn_s: after which `on_stall` is told of a wait.
         trace: keep TraceEntry objects.
@@ -26,7 +26,6 @@ class ExecutorOptions:
 
     mode: StreamMode = StreamMode.SERIAL
     max_inflight: int = 1
-    event_ring: int | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S
     shutdown_timeout_s: float | None = None
     stall_warn_s: float = 30.0
@@ -37,12 +36,6 @@ class ExecutorOptions:
             raise ConfigError(
                 f"max_inflight={self.max_inflight}; allowed: 1..{MAX_INFLIGHT}; next: correct the "
                 "setting"
-            )
-        least = EVENTS_PER_SLOT * self.max_inflight
-        if self.event_ring is not None and self.event_ring < least:
-            raise ConfigError(
-                f"event_ring={self.event_ring}; allowed: {least} or more for {self.max_inflight} "
-                "slots; next: raise it"
             )
         if self.mode is StreamMode.OFF:
             raise ConfigError(
@@ -58,7 +51,6 @@ class ExecutorOptions:
         return cls(
             mode=StreamMode.SERIAL if mode is StreamMode.OFF else mode,
             max_inflight=max(count, slots or 1),
-            event_ring=max(config.events, EVENTS_PER_SLOT * max(count, slots or 1)),
             timeout_s=config.wait_timeout_s,
             shutdown_timeout_s=config.shutdown_timeout_s,
             stall_warn_s=config.stall_warn_s,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from xmoe.kernels.device import Stream
-from xmoe.multistream import EVENTS_PER_SLOT
 from xmoe.pipeline.events import EventLease, EventPool
 from xmoe.pipeline.items import Phase, PhaseContext, PhaseKind, WorkItem
 
@@ -31,7 +30,7 @@ class Slot:
 
     def make_lanes(self, streams: Sequence[Stream], pool: EventPool) -> None:
         """Before the first item. `streams` by the order of PhaseKind."""
-        recv, compute, send = (pool.take() for _ in range(EVENTS_PER_SLOT))
+        recv, compute, send = (pool.take() for _ in range(3))
         self.lanes = tuple(zip(streams, (recv, recv, compute, send), strict=True))
 
 
