@@ -2,9 +2,12 @@
 """The software device's C++ under thread, address and undefined-behaviour sanitizers.
 
 `stress`: threads on shared streams, events, memory, executors, with ranks as threads.
-`mega_moe`: the operator over a group of processes. `opapi`: the general operators, which torch_npu
-calls elsewhere; libtorch below them is not instrumented, so they have no thread sanitizer, whose
-reports about it would be about nothing. `bash ci/test.sh sanitize` runs this folder.
+`objects`: arrays, scalars, tensors and executors that move, callbacks, from several threads.
+`collectives`: all of them against plain loops, ranks as threads. `connectors`: the CAM operators
+over a group of processes. `mega_moe`: the operator over one, with weights of three kinds. `opapi`:
+the general operators, which torch_npu calls elsewhere; libtorch below them is not instrumented, so
+they have no thread sanitizer, whose reports about it would be about nothing.
+`bash ci/test.sh sanitize` runs this folder.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ import torch
 from support.leftovers import shared_memory
 from support.softdev import SOFTDEV
 
-FOLDERS = ("acl", "nnop", "hccl", "hccl_fwk", "vendor")
+FOLDERS = ("acl", "nnop", "hccl", "hccl_fwk", "vendor", "cam")
 VENDOR = "opp/vendors/xmoe_transformer/op_api/lib"
+CAM_VENDOR = "opp/vendors/xmoe_cam/op_api/lib"
 SANITIZERS = ("thread", "address,undefined")
 TORCH = Path(torch.__file__).parent
 OPTIONS = {
@@ -75,10 +79,15 @@ def tree(sanitize: str) -> Path:
 
 
 def _program(
-    name: str, tree: Path, sanitize: str, folder: Path, operators: str = "-l:libcust_opapi.so"
+    name: str,
+    tree: Path,
+    sanitize: str,
+    folder: Path,
+    operators: str = "-l:libcust_opapi.so",
+    vendor: str = VENDOR,
 ) -> Path:
     target = folder / name
-    places = [tree / "lib64", tree / VENDOR]
+    places = [tree / "lib64", tree / vendor]
     below = TORCH / "lib"
     done = subprocess.run(
         _command(
@@ -98,6 +107,28 @@ def test_threads(sanitize: str, tree: Path, tmp_path: Path, seed: str) -> None:
     """With delays every task is run by its own stream's worker, without also by others'."""
     done = _run(_program("stress", tree, sanitize, tmp_path), XSD_DELAY_SEED=seed)
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr[-8000:]
+
+
+def test_objects(sanitize: str, tree: Path, tmp_path: Path) -> None:
+    done = _run(_program("objects", tree, sanitize, tmp_path))
+    assert done.returncode == 0 and done.stdout == "done\n", done.stderr[-8000:]
+
+
+def test_collectives(sanitize: str, tree: Path, tmp_path: Path) -> None:
+    program = _program("collectives", tree, sanitize, tmp_path)
+    for ranks in ("2", "3"):
+        done = _run(program, ranks, HCCL_BUFFSIZE="16", XSD_WAIT_TIMEOUT_MS="300000")
+        assert done.returncode == 0 and done.stdout == "done\n", done.stderr[-8000:]
+
+
+def test_connectors_in_processes(sanitize: str, tree: Path, tmp_path: Path) -> None:
+    program = _program("connectors", tree, sanitize, tmp_path, vendor=CAM_VENDOR)
+    prefix = f"xmoe-sanitize-{os.getpid()}-"
+    done = _run(
+        program, HCCL_BUFFSIZE="16", XSD_SHM_PREFIX=prefix, XSD_WAIT_TIMEOUT_MS="300000"
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.endswith("done\n"), done.stderr[-8000:]
+    assert shared_memory(prefix) == []
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -6,6 +6,7 @@
 // aclnnXsdUmdkAsync*: the older set with a shared expert. Its wheel is closed: argument order is
 // that of its torch operators, symbol names and the shared expert's placement are this device's
 // own.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -86,6 +87,7 @@ int dispatch_send(const char* op, AsyncShape s, SendArgs a, uint64_t* workspace,
   k->name = op;
   k->shape = s;
   check_shape(args, s, true);
+  if (args.status() != 0) return args.status();
   args.range("batchSize", s.batch, 1, s.tp > 0 ? s.max_seq / s.tp : 0);
   k->x = args.tensor(a.x, "x", kHalf, {s.batch, s.hidden});
   k->ids = args.tensor(a.ids, "expertIds", {ACL_INT32}, {s.batch, s.topk});
@@ -109,7 +111,8 @@ int dispatch_recv(const char* op, AsyncShape s, RecvArgs a, uint64_t* workspace,
   k->name = op;
   k->shape = s;
   check_shape(args, s, false);
-  int status = args.status();
+  if (args.status() != 0) return args.status();
+  int status = 0;
   const int64_t rows = k->capacity = recv_capacity(&status, op);
   if (status != 0) return status;
   const aclDataType row_type = s.quant ? ACL_INT8 : ACL_BF16;
@@ -146,11 +149,13 @@ int combine_send(const char* op, AsyncShape s, CombineArgs a, uint64_t* workspac
   k->name = op;
   k->shape = s;
   check_shape(args, s, false);
+  if (args.status() != 0) return args.status();
   k->x = args.tensor(a.x, "expandX", kHalf, {-1, s.hidden});
   if (s.shared) k->x_shared = args.tensor(a.x_shared, "expandXShared", kHalf, {-1, s.hidden});
   args.tensor(a.comm, "commArgs", {ACL_FLOAT16}, {});
   k->info = args.tensor(a.info, "batchInfo", {ACL_INT64}, {s.info_count()});
   bind(args, k.get(), a.group, a.world);
+  if (args.status() == 0) args.window(AttnLayout(s).bytes, k->group, "Attention result area");
   return finish(args, std::move(k), workspace, executor);
 }
 
@@ -166,6 +171,7 @@ int combine_recv(const char* op, AsyncShape s, GatherArgs a, uint64_t* workspace
   k->name = op;
   k->shape = s;
   check_shape(args, s, true);
+  if (args.status() != 0) return args.status();
   args.range("batchSize", s.batch, 1, kMaxSeq);
   args.tensor(a.anchor, "expandX", kHalf, {1});
   k->ids = args.tensor(a.ids, "expertIds", {ACL_INT32}, {s.batch, s.topk});
@@ -185,7 +191,7 @@ AsyncShape make_shape(int64_t shared, int64_t hidden, int64_t topk, int64_t ffn,
   s.topk = topk;
   s.ffn = ffn;
   s.attn = attn;
-  s.slots = routed + shared;
+  s.slots = std::min(routed, INT64_MAX - shared) + shared;  // check_shape says if it is absurd
   s.rank = rank;
   return s;
 }

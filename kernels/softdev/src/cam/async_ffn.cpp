@@ -199,7 +199,7 @@ int DispatchRecv::run() {
 int CombineSend::push(const int64_t* words, Run& run) {
   AttnLayout layout(shape);
   const int64_t first = words[1], start = words[3], end = words[4];
-  if (first < 0 || first + shape.tp > shape.attn || start < 0 || end < start ||
+  if (first < 0 || first > shape.attn - shape.tp || start < 0 || end < start ||
       end >= shape.slots) {
     xsdTaskError(
         "%s: batch_info names rank %lld, experts %lld..%lld; it must come from dispatch_recv", name,
@@ -208,6 +208,16 @@ int CombineSend::push(const int64_t* words, Run& run) {
   }
   const int64_t* counts = words + 5 + shape.tp;
   const uint64_t width = static_cast<uint64_t>(shape.hidden) * 2;
+  // No row number may exceed what a window has, or the sums below would lead out of it.
+  const auto room = static_cast<int64_t>((group.window_bytes - layout.rows) / width);
+  for (int64_t i = 5; i < shape.info_count(); ++i) {
+    if (words[i] >= 0 && words[i] <= room) continue;
+    xsdTaskError("%s: word %lld of batch_info is %lld; allowed: 0..%lld; it must come from "
+                 "dispatch_recv",
+                 name, static_cast<long long>(i), static_cast<long long>(words[i]),
+                 static_cast<long long>(room));
+    return kTaskFault;
+  }
   std::vector<uint64_t> at(static_cast<size_t>(shape.tp));
   for (int64_t i = 0; i < shape.tp; ++i) {
     at[static_cast<size_t>(i)] = static_cast<uint64_t>(words[5 + i]);

@@ -186,6 +186,7 @@ int prepare(const char* op, Args& args, Kernel* k, const char* group) {
   args.range("topk", k->shape.topk, 1, 64);
   args.range("expertRankSize", k->shape.ffn, 1, 1024);
   args.range("attentionRankSize", k->shape.attn, k->shape.ffn, 1024);
+  if (args.status() != 0) return args.status();  // below, sums of numbers that were checked
   args.range("rank", k->shape.rank, 0, k->shape.ffn + k->shape.attn - 1);
   args.range("aivNum", k->shape.aiv, 1, device_cores().vector);
   args.group(group, &k->group);

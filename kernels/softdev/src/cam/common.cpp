@@ -84,7 +84,7 @@ View Args::tensor(const aclTensor* t, const char* name, std::vector<aclDataType>
     status_ = kErrParamNull;
     return view;
   }
-  if (t->magic != XSD_MAGIC_TENSOR) {
+  if (xsdTensorAlive(t) == 0) {
     xsdSetError("%s: %s is not a live aclTensor", op_, name);
     status_ = kErrParam;
     return view;

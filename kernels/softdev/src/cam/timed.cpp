@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The software device's own functions of this library: a timed compute kernel for tests, probes
 // and benchmarks, the readiness probe, the abort word and counters. An NPU has none of them.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -27,15 +28,15 @@ struct Timed {
 void Timed::transform() {
   const int64_t width = out.dims[1];
   const int64_t* per_expert = reinterpret_cast<const int64_t*>(counts.data);
+  auto of = [&](int64_t e) { return std::max(per_expert[e], int64_t{0}); };
   int64_t rows = out.dims[0], expert = 0, left = 0;
   if (counts.data != nullptr) {
     rows = 0;
-    for (int64_t e = 0; e < counts.dims[0]; ++e) rows += per_expert[e];
-    if (rows > out.dims[0]) rows = out.dims[0];
-    left = per_expert[0];
+    for (int64_t e = 0; e < counts.dims[0]; ++e) rows += std::min(of(e), out.dims[0] - rows);
+    left = of(0);
   }
   for (int64_t r = 0; r < rows; ++r) {
-    while (counts.data != nullptr && left == 0) left = per_expert[++expert];
+    while (counts.data != nullptr && left == 0) left = of(++expert);
     --left;
     float factor = static_cast<float>(alpha) +
                    static_cast<float>(beta) * static_cast<float>(expert);
@@ -83,7 +84,10 @@ XSD_API aclnnStatus aclnnXsdTimedKernelGetWorkspaceSize(
   if (x != nullptr) {
     k->x = args.tensor(x, "x", {ACL_BF16, ACL_FLOAT16, ACL_FLOAT, ACL_INT8}, {-1, -1});
     k->out = args.tensor(out, "out", {ACL_BF16, ACL_FLOAT16, ACL_FLOAT}, k->x.dims);
-    if (counts != nullptr) k->counts = args.tensor(counts, "counts", {ACL_INT64}, {-1});
+    if (counts != nullptr) {
+      k->counts = args.tensor(counts, "counts", {ACL_INT64}, {-1});
+      args.require(k->counts.numel() > 0, "counts must have one element for each expert");
+    }
     if (k->x.dtype == ACL_INT8)
       k->scales = args.tensor(scales, "scales", {ACL_FLOAT}, {k->x.dims[0]});
   }
@@ -109,14 +113,15 @@ XSD_API aclnnStatus aclnnXsdTimedKernel(void* workspace, uint64_t workspaceSize,
 }
 
 // How many Attention groups (of tpSize ranks) have a dispatch waiting in this FFN rank's window.
-// Takes no cores and no stream; negative: the group is unknown (-1) or aborted (-2). Groups whose
+// Takes no cores and no stream; negative: the group is unknown or a number does not fit it (-1), or
+// it is aborted (-2). Groups whose
 // chunks are half taken count as ready.
 XSD_API int32_t xsdCamDispatchReady(const char* group, int64_t maxSeqLen, int64_t hiddenSize,
                                     int64_t topk, int64_t attnRankNum, int64_t slots,
                                     int64_t tpSize, int64_t dynamicQuant, int64_t sharedExpert) {
   cam::Group g;
-  if (tpSize < 1 || attnRankNum < tpSize || cam::find_group("xsdCamDispatchReady", group, &g) != 0)
-    return -1;
+  const char* op = "xsdCamDispatchReady";
+  if (cam::find_group(op, group, &g) != 0) return -1;
   if (cam::load32(&g.own()->abort_word) != 0) return -2;
   cam::AsyncShape shape;
   shape.max_seq = maxSeqLen;
@@ -126,6 +131,16 @@ XSD_API int32_t xsdCamDispatchReady(const char* group, int64_t maxSeqLen, int64_
   shape.tp = tpSize;
   shape.quant = dynamicQuant;
   shape.shared = sharedExpert == 1;
+  shape.attn = attnRankNum;
+  shape.rank = g.rank;
+  Args args(op);
+  args.range("attnRankNum", attnRankNum, 1, static_cast<int64_t>(g.size) - 1);
+  args.range("slots", slots, 1, 1 << 16);
+  if (args.status() != 0) return -1;
+  shape.ffn = static_cast<int64_t>(g.size) - attnRankNum;
+  cam::check_shape(args, shape, false);
+  args.range("maxSeqLen", maxSeqLen, tpSize, cam::kMaxSeq);
+  if (args.status() != 0) return -1;
   cam::FfnLayout layout(shape);
   if (layout.bytes * static_cast<uint64_t>(attnRankNum) + 32 > g.window_bytes) return -1;
   int32_t ready = 0;
@@ -160,7 +175,7 @@ XSD_API int64_t xsdCamAbortState(const char* group) {
 // This rank's counters: credit, order and overlap violations, dispatches outstanding.
 XSD_API int32_t xsdCamCounters(const char* group, uint32_t out[4]) {
   cam::Group g;
-  if (cam::find_group("xsdCamCounters", group, &g) != 0) return 1;
+  if (out == nullptr || cam::find_group("xsdCamCounters", group, &g) != 0) return 1;
   cam::Control* own = g.own();
   out[0] = cam::load32(&own->credit_violations);
   out[1] = cam::load32(&own->order_violations);

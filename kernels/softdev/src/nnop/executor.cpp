@@ -160,7 +160,13 @@ int set_address(const char* call, aclOpExecutor* handle, int is_output, size_t i
   make_private(&executor->kernel);
   const uint64_t bytes = static_cast<uint64_t>(tensor->offset) * xsdDtypeBits(tensor->dtype) / 8;
   void* first = static_cast<char*>(addr) + bytes;
-  if (executor->kernel->rebind->move(executor->kernel->ctx, is_output, index, first) == 0) {
+  const int moved = executor->kernel->rebind->move(executor->kernel->ctx, is_output, index, first);
+  if (moved < 0) {
+    return fail(kParamInvalid,
+                "EZ1001: %s: what tensor %zu of %s covers is not inside one live allocation at %p",
+                call, index, executor->kernel->op.c_str(), first);
+  }
+  if (moved == 0) {
     return fail(kParamInvalid, "EZ1001: %s: index %zu names no tensor of %s", call, index,
                 executor->kernel->op.c_str());
   }

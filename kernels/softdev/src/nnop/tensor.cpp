@@ -38,15 +38,21 @@ bool known_format(aclFormat format) {
   }
 }
 
-// Product of the dimensions, false when one is negative or the product does not fit.
+constexpr uint64_t kMaxElements = uint64_t{1} << 56;
+
+// Product of the dimensions, false when one is negative or the product does not fit. A 0 hides
+// nothing: whoever multiplies the others meets no overflow.
 bool count_elements(const int64_t* dims, uint64_t n, uint64_t* out) {
   uint64_t product = 1;
+  bool empty = false;
   for (uint64_t i = 0; i < n; ++i) {
     if (dims[i] < 0) return false;
-    if (__builtin_mul_overflow(product, static_cast<uint64_t>(dims[i]), &product)) return false;
+    empty |= dims[i] == 0;
+    const uint64_t factor = dims[i] == 0 ? 1 : static_cast<uint64_t>(dims[i]);
+    if (__builtin_mul_overflow(product, factor, &product) || product > kMaxElements) return false;
   }
-  *out = product;
-  return product <= (uint64_t{1} << 56);
+  *out = empty ? 0 : product;
+  return true;
 }
 
 // One past the highest element the view reaches.
@@ -86,6 +92,7 @@ const char* check_bounds(const aclTensor& tensor) {
   if (!count_elements(tensor.storage_dims.data(), tensor.storage_dims.size(), &storage)) {
     return "storageDims are negative or too large";
   }
+  if (static_cast<uint64_t>(tensor.offset) > kMaxElements) return "offset is too large";
   if (view == 0) return nullptr;
   if (tensor.data == nullptr) return "tensorData is null for a tensor with elements";
   if (!view_extent(tensor, &extent)) return "stride is negative or too large";

@@ -2,16 +2,9 @@
 // Many threads on shared streams, events, memory, executors and communicators, to be run under
 // thread, address and undefined-behaviour sanitizers. Ranks are threads here: those tools do not
 // follow forks.
-#include <atomic>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <thread>
-#include <vector>
 
-#include "acl_rt.h"
-#include "aclnn_base.h"
-#include "hccl.h"
+#include "common.h"
 #include "xsd.h"
 
 namespace {
@@ -19,16 +12,6 @@ namespace {
 constexpr int kThreads = 6;
 constexpr int kRounds = 60;
 constexpr int kRanks = 4;
-
-#define CHECK(condition)                                                       \
-  do {                                                                         \
-    if (!(condition)) {                                                        \
-      const char* text = aclGetRecentErrMsg();                                 \
-      std::fprintf(stderr, "%s:%d: %s (%s)\n", __FILE__, __LINE__, #condition, \
-                   text == nullptr ? "no text" : text);                        \
-      std::abort();                                                            \
-    }                                                                          \
-  } while (false)
 
 int count_up(void* ctx) {
   static_cast<std::atomic<int>*>(ctx)->fetch_add(1);
