@@ -313,6 +313,18 @@ def test_a_stop_buffer_ends_a_receive_that_waits(read):
     assert ops.world.problems == [] and ops.answers == []
 
 
+def test_a_stop_needs_a_stream_that_no_receive_is_queued_on():
+    """A stream pool goes round: beyond its size a "new" stream is one of the executor's."""
+    device = MockNpu(World(4), pool=1)
+    ops = MockAsync(device, 1, 0, dynamic_quant=True)
+    adapter = CamAsyncFfnAdapter(ops, "afd", capacity=8, stop=Stop(ops), gate=RecvGate.NONE)
+    config = MultistreamConfig(mode=StreamMode.SERIAL, wait_timeout_s=0.5)
+    shape = PipelineShape(1, 1, 9, slot_bytes=64)
+    with pytest.raises(ConfigError, match="stop buffer's stream.*a stream of its own"):
+        FfnLoop(device, adapter, PlusOne(device, ops), config, shape)
+    assert len(device.streams) == 2 and all(stream.closed for stream in device.streams)
+
+
 def test_parts_of_two_dispatches_must_not_mix():
     device = MockNpu(World(4))
     ops = MockAsync(device, 2, 2, chunks=2)

@@ -8,6 +8,7 @@ or found out while receiving (CAMAsync) is the adapter's affair.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -136,6 +137,9 @@ class FfnLoop(RoleLoop):
     When the model raises and the connector has no abort word, the rest of the step is answered with
     NaN, one item at a time, so that no kernel of a peer spins for ever; the peers' loops take NaN
     for this rank's failure.
+
+    Raises:
+        ConfigError: also when the device has no stream left that can end a receive.
     """
 
     def __init__(
@@ -166,6 +170,24 @@ class FfnLoop(RoleLoop):
         self._over = False
         self.steps = 0
         self.items = 0
+        if adapter.stoppable:
+            with contextlib.ExitStack() as undo:
+                undo.callback(self._release)
+                self._make_stopper()
+                undo.pop_all()
+
+    def _make_stopper(self) -> None:
+        with self._device.bind():
+            self._stopper = self._device.create_stream()
+            handle, used = self._stopper.handle(), self.executor.stream_handles
+        # As with the executor's streams: on a receive's own stream the copies that end it would
+        # be queued behind it. Devices without handles (0) run inline.
+        if handle and handle in used.values():
+            raise ConfigError(
+                f"the device gave the stop buffer's stream the handle {handle}, and the executor "
+                f"has {used}; allowed: a stream of its own; next: make the loop before the process "
+                "has used up its stream pool"
+            )
 
     def stop(self) -> None:
         """Ask the loop to end. Any thread; returns at once.
@@ -176,11 +198,10 @@ class FfnLoop(RoleLoop):
         with self._stop_lock:
             if self._over:
                 return
-            with self._device.bind():
-                if self._stopper is None:
-                    self._stopper = self._device.create_stream()
-                if self._adapter.stop(self._stopper.handle()):
-                    return
+            if self._stopper is not None:
+                with self._device.bind():
+                    if self._adapter.stop(self._stopper.handle()):
+                        return
         super().stop()
 
     def _release(self) -> None:

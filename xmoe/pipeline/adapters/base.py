@@ -123,6 +123,10 @@ class FfnAdapter(Adapter, Protocol):
     def settled(self) -> None:
         """The streams are empty: no receive that was issued is under way any more."""
 
+    @property
+    def stoppable(self) -> bool:
+        """Whether `stop` can end a receive that waits on the device."""
+
     def stop(self, stream: int) -> bool:
         """Make a receive that waits on the device end, and be the last one; False where nothing
         can. `stream` is one that no operator uses."""

@@ -195,10 +195,15 @@ class CamAsyncFfnAdapter(CamAsyncAdapter):
         """See FfnAdapter."""
         self._posted.clear()
 
-    def stop(self, stream: int) -> bool:
+    @property
+    def stoppable(self) -> bool:
         """See FfnAdapter. Without a stop buffer nothing can; with a readiness probe no receive
         waits, so the loop can end between two items."""
-        if self._stop is None or self._gate is RecvGate.READY_PROBE:
+        return self._stop is not None and self._gate is not RecvGate.READY_PROBE
+
+    def stop(self, stream: int) -> bool:
+        """See FfnAdapter and `stoppable`."""
+        if self._stop is None or not self.stoppable:
             return False
         self._stop.write(stream)
         if self._read is MetadataRead.DEVICE:

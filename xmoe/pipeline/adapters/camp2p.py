@@ -200,8 +200,13 @@ class CamP2PFfnAdapter(_CamP2P):
     def settled(self) -> None:
         """See FfnAdapter; nothing depends on it here."""
 
-    def stop(self, stream: int) -> bool:
+    @property
+    def stoppable(self) -> bool:
         """See FfnAdapter; a2e has no way to be stopped."""
+        return False
+
+    def stop(self, stream: int) -> bool:
+        """See FfnAdapter and `stoppable`."""
         return False
 
 
