@@ -9,6 +9,8 @@ These operators declare no workspace; one that wants some is refused at its laun
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,10 +57,18 @@ class OpPlan(NativePlan):
                 f"{op} got {len(parameters)} parameters; allowed: {len(letters)}; next: give one "
                 "for each"
             )
-        for slot, (letter, value) in enumerate(zip(letters, parameters, strict=True)):
-            status = self._set(slot, letter, value, order)
-            if status:
-                self._raise(status)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            for slot, (letter, value) in enumerate(zip(letters, parameters, strict=True)):
+                status = self._set(slot, letter, value, order)
+                if status:
+                    self._raise(status)
+            undo.pop_all()
+
+    def close_after_last_use(self) -> None:
+        """Close the plan when nobody holds it any more; another thread may be about to launch it.
+        What the vendor refuses to destroy then stays, unreported."""
+        weakref.finalize(self, self._lib.xm_plan_close, self._native).atexit = False
 
     def _set(self, slot: int, letter: str, value: Parameter, order: Any) -> int:
         lib, native = self._lib, self._native

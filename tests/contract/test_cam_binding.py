@@ -13,7 +13,7 @@ import pytest
 
 from support import acl_stubs
 from support.acl_stubs import environment, make_vendor, run_child
-from xmoe.kernels.ops.cam import binding
+from xmoe.kernels.ops.cam import binding, torch_ops
 
 WORKSPACE = "int aclnnA2eGetWorkspaceSize(void) { return 0; }\n"
 CAM = WORKSPACE + "int aclnnA2e(void) { return 0; }\n"
@@ -102,11 +102,12 @@ say([before, same, opened()])
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_lock_held_at_fork_does_not_stay_locked_in_the_child() -> None:
+@pytest.mark.parametrize("module", [binding, torch_ops])
+def test_a_lock_held_at_fork_does_not_stay_locked_in_the_child(module: Any) -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with binding._lock:
+        with module._lock:
             entered.set()
             leave.wait(30)
 
@@ -115,7 +116,7 @@ def test_a_lock_held_at_fork_does_not_stay_locked_in_the_child() -> None:
     assert entered.wait(30)
     child = os.fork()
     if child == 0:
-        os._exit(0 if binding._lock.acquire(timeout=1) else 1)
+        os._exit(0 if module._lock.acquire(timeout=1) else 1)
     leave.set()
     thread.join(30)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

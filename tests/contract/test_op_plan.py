@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from support.cam_ranks import CamRank, cam_rank
 from support.ranks import run_ranks, values
 from xmoe.errors import ConfigError, LibraryError, SymbolMissing
 from xmoe.kernels.acl import op_plan
-from xmoe.kernels.acl.native_plan import NUMBER, TOKENS, StepTensor
-from xmoe.kernels.ops.cam.binding import _MAX_PLANS
+from xmoe.kernels.acl.native_plan import NUMBER, TOKENS, NativePlan, StepTensor
+from xmoe.kernels.ops.cam.binding import _MAX_PLANS, PlanCache
 from xmoe.kernels.ops.cam.host import HostCamP2POps
 from xmoe.kernels.ops.cam.topology import CamP2PTopology
 
@@ -87,6 +88,12 @@ def refusals(rank: int, _: Any, folder: str) -> Any:
             "place": {"alpha": NUMBER},
         }.items():
             refused(what, lambda change=change: kernel_plan(one, **change))
+        made, kept = [], (torch.zeros(8).data_ptr(), "float32", 8)
+        with pytest.MonkeyPatch.context() as patch:
+            free = NativePlan.close
+            patch.setattr(NativePlan, "close", lambda plan: made.append(plan) or free(plan))
+            refused("late", lambda: kernel_plan(one, rows=kept, alpha="x"))
+        seen["undone"] = str([plan.closed for plan in made])
         refused("count", lambda: one.library.plan(KERNEL, (None,)))
         group = (None, None, 0, 1, 1, 1, 1, 0, "a\0b", 1, None)
         refused("nul", lambda: one.library.plan("aclnnE2a", group))
@@ -102,7 +109,8 @@ def test_what_a_plan_refuses(tmp_path: Path) -> None:
     assert "rows does not start at a multiple of 32" in seen["misaligned"]
     assert "rows and out share memory" in seen["overlap"]
     assert "closed" in seen["closed"]
-    for what in ("text", "bool", "tensor", "double", "place", "nul"):
+    assert seen["undone"] == "[True]", "descriptors of the parameters before it are left behind"
+    for what in ("text", "bool", "tensor", "double", "place", "nul", "late"):
         assert seen[what].startswith("ConfigError") and "allowed: a value of kind" in seen[what]
     assert "got 1 parameters; allowed: 12" in seen["count"]
     assert seen["stale"].startswith("LibraryError") and "build.py" in seen["stale"]
@@ -126,6 +134,34 @@ def bounded(rank: int, _: Any, folder: str) -> Any:
 def test_plans_are_bounded(tmp_path: Path) -> None:
     ((most, left),) = values(run_ranks(bounded, 1, str(tmp_path), group=False))
     assert most == left == _MAX_PLANS
+
+
+def evicted(rank: int, _: Any, folder: str) -> Any:
+    """One thread has got a plan; another makes so many that it goes, before the first launches."""
+    with cam_rank(rank, 1, folder) as one:
+        stream, cache = one.stream(), PlanCache()
+        x, out = torch.ones(ROWS, HIDDEN), torch.zeros(ROWS, HIDDEN)
+        plan = cache.get(-1, lambda: kernel_plan(one))
+
+        def others() -> None:
+            for number in range(_MAX_PLANS):
+                cache.get(number, lambda: kernel_plan(one))
+
+        thread = threading.Thread(target=others)
+        thread.start()
+        thread.join()
+        gone = -1 not in cache._plans
+        plan.launch(ROWS, 0, 0, stream, x.data_ptr(), out.data_ptr())
+        one.sync(stream)
+        native, closed = plan._native, plan._lib.xm_plan_closed
+        held = bool(closed(native))
+        del plan
+        return gone, float(out.sum()), held, bool(closed(native)), len(cache)
+
+
+def test_a_plan_that_goes_is_closed_by_its_last_user(tmp_path: Path) -> None:
+    (found,) = values(run_ranks(evicted, 1, str(tmp_path), group=False))
+    assert found == (True, 3.0 * ROWS * HIDDEN, False, True, _MAX_PLANS)
 
 
 def shapes(rank: int, _: Any, folder: str) -> list[str]:

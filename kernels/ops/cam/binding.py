@@ -111,7 +111,7 @@ class CamLibrary:
 
 class PlanCache:
     """Plans by what they were made for, bounded. Descriptors hold no memory of tensors, and queued
-    launches do not need them, so a plan may go at any time."""
+    launches do not need them, so a plan may go at any time; who has got one can still use it."""
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, OpPlan] = {}
@@ -126,7 +126,7 @@ class PlanCache:
                 plan = self._plans.get(key)
                 if plan is None:
                     if len(self._plans) >= _MAX_PLANS:
-                        self._plans.pop(next(iter(self._plans))).close()
+                        self._plans.pop(next(iter(self._plans))).close_after_last_use()
                     plan = self._plans[key] = make()
         return plan
 

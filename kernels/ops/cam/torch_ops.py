@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -304,6 +305,15 @@ def _kernels() -> dict[str, _Kernels]:
 
 _lock = threading.Lock()
 _ours: dict[str, torch.library.Library] = {}
+
+
+def _renew_lock_in_child() -> None:
+    # Another thread may have held it at fork; in the child nobody would release it.
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock_in_child)
 
 
 def registered(name: str) -> bool:
