@@ -220,44 +220,46 @@ class LaunchPlan(NativePlan):
                 nothing was queued.
             AclError: the vendor refused.
         """
+        # A step that asks for workspace holds the plan for this thread until it is resumed or
+        # abandoned. An interrupt may come before its status is known here.
         try:
-            status = self._step(
-                self._native,
-                tokens,
-                topk,
-                x,
-                ids,
-                weights,
-                mask,
-                y,
-                counts,
-                workspace.address,
-                workspace.nbytes,
-                stream,
-            )
-        except (TypeError, OverflowError, AttributeError) as error:
-            # Of an argument that is no number of 64 bits; the native part was not entered.
-            raise ConfigError(
-                f"a step of the launch plan got something else than numbers: {error}; allowed: "
-                f"whole numbers below 2**63 as sizes, addresses below 2**64, and a workspace; "
-                f"next: correct the caller"
-            ) from error
-        if status:
-            self._more(status, stream, workspace)
-
-    def _more(self, status: int, stream: int, workspace: Workspace) -> None:
-        lib, native = self._lib, self._native
-        if status == lib.XM_MORE_WORKSPACE:
-            # The step holds the plan for this thread until it is resumed or abandoned.
             try:
-                workspace.take(lib.xm_plan_need(native))
-                address, nbytes = _unsigned(workspace.address), _unsigned(workspace.nbytes)
-            except BaseException:
-                lib.xm_plan_abandon(native)
-                raise
-            status = lib.xm_plan_resume(native, address, nbytes, stream)
+                status = self._step(
+                    self._native,
+                    tokens,
+                    topk,
+                    x,
+                    ids,
+                    weights,
+                    mask,
+                    y,
+                    counts,
+                    workspace.address,
+                    workspace.nbytes,
+                    stream,
+                )
+            except (TypeError, OverflowError, AttributeError) as error:
+                # Of an argument that is no number of 64 bits; the native part was not entered.
+                raise ConfigError(
+                    f"a step of the launch plan got something else than numbers: {error}; "
+                    f"allowed: whole numbers below 2**63 as sizes, addresses below 2**64, and a "
+                    f"workspace; next: correct the caller"
+                ) from error
+            if status:
+                status = self._more(status, stream, workspace)
+        except BaseException:
+            self._lib.xm_plan_abandon(self._native)
+            raise
         if status:
             self._raise(status)
+
+    def _more(self, status: int, stream: int, workspace: Workspace) -> int:
+        lib, native = self._lib, self._native
+        if status != lib.XM_MORE_WORKSPACE:
+            return status
+        workspace.take(lib.xm_plan_need(native))
+        address, nbytes = _unsigned(workspace.address), _unsigned(workspace.nbytes)
+        return int(lib.xm_plan_resume(native, address, nbytes, stream))
 
     def rebind(self, key: str, address: int) -> None:
         """A constant's memory moved: make its descriptors anew, and forget what was prepared with

@@ -47,6 +47,55 @@ def test_steps_with_odd_numbers(tmp_path: Path) -> None:
     assert got["shapes"] == 1, "a shape that is refused takes no place"
 
 
+INTERRUPTED = """
+def elsewhere(plan):
+    "Whether another thread can still use the plan."
+    thread = threading.Thread(target=lambda: refused(plan.rebuild), daemon=True)
+    thread.start()
+    thread.join(10)
+    return not thread.is_alive()
+def interrupted(plan, before):
+    "The interrupt comes before the native part was entered, or before its status is known."
+    real = plan._step
+    def once(*arguments):
+        plan._step = real
+        if not before:
+            real(*arguments)
+        raise KeyboardInterrupt
+    plan._step = once
+    try:
+        step(plan)
+    except KeyboardInterrupt:
+        return "interrupted"
+seen = {}
+with make() as plan:
+    seen["known"] = [interrupted(plan, False), elsewhere(plan), refused(lambda: step(plan))]
+    dead = counts()["dead_executors"]
+    seen["entered"] = [interrupted(plan, True), elsewhere(plan), refused(lambda: step(plan))]
+class Waits(Scratch):
+    "Another thread's step, which keeps the plan while this one is interrupted."
+    def take(self, nbytes):
+        super().take(nbytes)
+        thread = threading.Thread(target=lambda: said.append(interrupted(plan, True)))
+        thread.start()
+        thread.join(10)
+        said.append(thread.is_alive())
+with make() as plan:
+    said, before = [], number_of("launches").value
+    said.append(refused(lambda: step(plan, scratch=Waits())))
+    seen["other"] = [*said, number_of("launches").value - before, elsewhere(plan)]
+say({"seen": seen, "dead": dead})
+"""
+
+
+def test_an_interrupt_leaves_the_plan_to_others(tmp_path: Path) -> None:
+    got = child(tmp_path, INTERRUPTED)
+    assert got["seen"]["known"] == ["interrupted", True, ""]
+    assert got["seen"]["entered"] == ["interrupted", True, ""]
+    assert got["seen"]["other"] == ["interrupted", False, "", 1, True]
+    assert got["dead"] == 1, "the op_executor of the interrupted step is destroyed"
+
+
 WAITING = """
 class Other(Scratch):
     def __init__(self, act):

@@ -66,6 +66,7 @@ typedef struct {
 struct xm_plan {
   pthread_mutex_t mutex;
   int closed;
+  int waiting; /* steps that keep the mutex until they have workspace */
   const xm_list* list;
   xm_functions fn;
   int reuse, failed_call;
@@ -582,7 +583,9 @@ static int32_t xm_plan_step(xm_plan* plan, int64_t tokens, int64_t topk, uintptr
   pthread_mutex_lock(&plan->mutex);
   int32_t status = xm_step(plan, tokens, topk, 0, address);
   if (status == XM_DONE) status = xm_launch(plan, workspace, workspace_bytes, stream);
-  return status == XM_MORE_WORKSPACE ? status : xm_unlocked(plan, status);
+  if (status != XM_MORE_WORKSPACE) return xm_unlocked(plan, status);
+  plan->waiting++;
+  return status;
 }
 
 /* A step of an operator that wants no workspace, with its own number of tensors. */
@@ -597,15 +600,28 @@ static int32_t xm_plan_run(xm_plan* plan, int64_t tokens, int64_t second, int64_
   return xm_unlocked(plan, status);
 }
 
+/* Whether a step of the calling thread waits for workspace; it does no more. An interrupt may keep
+   from the caller what its step returned. */
+static int xm_take_waiting(xm_plan* plan) {
+  if (pthread_mutex_trylock(&plan->mutex) != 0) return 0; /* another thread's */
+  const int waiting = plan->waiting > 0;
+  plan->waiting -= waiting;
+  return xm_unlocked(plan, waiting);
+}
+
 /* For the thread whose step returned XM_MORE_WORKSPACE: gives the mutex back whatever happens. */
 static int32_t xm_plan_resume(xm_plan* plan, uintptr_t workspace, uint64_t workspace_bytes,
                               uintptr_t stream) {
+  if (!xm_take_waiting(plan)) return XM_NOTHING_PENDING;
   const int32_t status = xm_launch(plan, workspace, workspace_bytes, stream);
   if (status == XM_MORE_WORKSPACE) xm_abandon(plan);
   return xm_unlocked(plan, status);
 }
 
-static int32_t xm_plan_abandon(xm_plan* plan) { return xm_unlocked(plan, xm_abandon(plan)); }
+/* The same for a step that will not be resumed. Without one it does nothing. */
+static int32_t xm_plan_abandon(xm_plan* plan) {
+  return xm_take_waiting(plan) ? xm_unlocked(plan, xm_abandon(plan)) : XM_DONE;
+}
 
 static uint64_t xm_plan_need(const xm_plan* plan) { return plan->need; }
 static int xm_plan_failed_call(const xm_plan* plan) { return plan->failed_call; }

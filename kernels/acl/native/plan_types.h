@@ -33,9 +33,9 @@ typedef struct {
   void* destroy_tensor;
   void* create_list;
   void* destroy_list;
-  void* set_repeatable;
+  void* set_repeatable;      /* these five may be missing */
   void* destroy_executor;
-  void* set_raw_address;     /* these three may be missing */
+  void* set_raw_address;
   void* set_input_address;
   void* set_output_address;
   void* phase_one;
