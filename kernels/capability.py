@@ -309,7 +309,9 @@ def find_npu_operators(kit: toolkit.Toolkit) -> NpuOperators:
     wanted = {name + end for _, names in NPU_OPERATORS.values() for name in names
               for end in ("", "GetWorkspaceSize")}  # fmt: skip
     defined = {name for path in _front_ends(kit) for name in elf.inspect(path, wanted).defined}
-    known = getattr(sys.modules["torch"].ops, "npu", None) if "torch_npu" in sys.modules else None
+    # An empty folder of the name torch_npu is a module too, and brings no torch with it.
+    torch = sys.modules.get("torch") if "torch_npu" in sys.modules else None
+    known = None if torch is None else getattr(torch.ops, "npu", None)
     found: dict[str, bool] = {}
     missing = []
     for name, (operator, functions) in NPU_OPERATORS.items():

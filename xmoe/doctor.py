@@ -84,11 +84,13 @@ def _torch_npu() -> dict[str, Any]:
     Tried in a process of its own: it takes torch with it, and a broken one may do anything.
     """
     try:
-        there = importlib.util.find_spec("torch_npu") is not None
+        spec = importlib.util.find_spec("torch_npu")
     except (ImportError, ValueError):
-        there = False
-    if not there:
+        spec = None
+    if spec is None:
         return {"found": False, "usable": False, "problem": "not installed"}
+    if spec.origin is None:  # it could be imported, and would hold nothing
+        return {"found": True, "usable": False, "problem": "an empty folder, not a package"}
     command = [sys.executable, "-P", "-c", "import torch_npu"]
     try:
         done = subprocess.run(
