@@ -21,13 +21,18 @@ from torch.distributed import ProcessGroup
 from xmoe.comm.agree import (
     DEFAULT_TIMEOUT_S,
     agree_success,
+    as_peer_lost,
     group_rank,
     group_size,
+    lost_ranks,
+    peer_lost,
     require_equal,
     run_work,
 )
-from xmoe.errors import ConfigError, RankDisagreement
+from xmoe.comm.fence import wait_event
+from xmoe.errors import AclError, ConfigError, FenceTimeout, RankDisagreement
 from xmoe.kernels.capability import NpuOperators
+from xmoe.kernels.device import Device, InlineDevice
 from xmoe.kernels.ops.fused_moe import route_rows, sum_rows
 from xmoe.kernels.ops.routing import check_ids, clean_ids
 from xmoe.types import TokenBatch
@@ -82,6 +87,8 @@ class CollectiveTransport:
         validate_ids: "checked" raises ConfigError on every rank, before any row is sent, when some
             rank has ids out of range or repeated in a row; "drop" leaves such slots out and counts
             them in `dropped_slots`.
+        timeout_s: seconds for each of the host's waits, for peers and for the device.
+        device: of the rows; None for CPU tensors.
     """
 
     def __init__(
@@ -92,6 +99,7 @@ class CollectiveTransport:
         validate_ids: str = "drop",
         timeout_s: float = DEFAULT_TIMEOUT_S,
         operators: NpuOperators = _NO_OPERATORS,
+        device: Device | None = None,
     ) -> None:
         ep_size = group_size(group)
         if num_experts < 1 or num_experts % ep_size:
@@ -115,14 +123,21 @@ class CollectiveTransport:
         self._has_hccl = group is not None and "npu:" in dist.get_backend_config(group)
         self._sequence = 0
         require_equal(group, "transport", {"num_experts": num_experts}, timeout_s)
+        self._device = InlineDevice() if device is None else device
+        self._known = self._device.create_event()
 
     def dispatch(
         self, batch: TokenBatch, problem: Exception | None = None
     ) -> tuple[Tensor, Tensor, DispatchHandle]:
-        """See Transport. COLLECTIVE. Raises ConfigError, RankDisagreement or PeerLost.
+        """See Transport. COLLECTIVE.
 
         Args:
             problem: why the caller cannot take part; raised on all ranks instead.
+
+        Raises:
+            ConfigError, RankDisagreement, PeerLost.
+            AclError, FenceTimeout: what the device had to do before failed, or did not end in time;
+            `translate` gives it a lost peer's name.
         """
         self._sequence += 1
         problem = problem or _batch_problem(batch)
@@ -134,7 +149,7 @@ class CollectiveTransport:
                 batch.hidden_states, batch.topk_ids, self.num_experts, self._operators
             )
             # The one wait: everything the host has to know, in one copy.
-            known = torch.cat([routed.counts, changed.reshape(1)]).cpu()
+            known = self._to_host(torch.cat([routed.counts, changed.reshape(1)]))
             counts, dropped = known[:-1], int(known[-1])
             if dropped and self._checked:
                 found = check_ids(given, self.num_experts)
@@ -149,6 +164,29 @@ class CollectiveTransport:
         order, back, per_expert = self._orders(recv_counts, received.device)
         handle = _CollectiveHandle(batch, routed.places, back, send_rows, recv_rows)
         return received.index_select(0, order), per_expert, handle
+
+    def translate(self, error: Exception) -> Exception:
+        """PeerLost for a failure of device work behind which a peer is lost, else the error itself.
+        Local.
+        """
+        kinds = (AclError, FenceTimeout, RuntimeError)
+        if isinstance(error, kinds) and lost_ranks(self._group):
+            return peer_lost(self._group, "split path", str(error))
+        return as_peer_lost(error, self._group, "split path")
+
+    def close(self) -> None:
+        """Release what it made; twice is harmless. Local."""
+        self._known.close()
+
+    def _to_host(self, values: Tensor) -> Tensor:
+        """A copy on the host. The copy alone would wait for a dead peer without a limit of ours."""
+        if values.device.type == "cpu":
+            return values
+        self._known.record(self._device.current_stream())
+        wait_event(
+            self._known, self._timeout_s, f"dispatch {self._sequence}, the device's work before it"
+        )
+        return values.cpu()
 
     def _orders(self, recv_counts: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """(order, its inverse, rows of each local expert), int64, the first two on `device`.

@@ -181,23 +181,20 @@ class MoeRunner:
     def _build(self, device: RuntimeDevice | torch.device | None, role: str) -> None:
         config = self.config
         self._operators = self._agreed("operators", lambda: _operators_of(device))
-        self._transport = CollectiveTransport(
-            self._group,
-            self.shape.num_experts,
-            validate_ids=config.validate_ids,
-            timeout_s=config.step_timeout_s,
-            operators=self._operators,
-        )
         self._resource: MegaMoeCommResource | None = None
         if self.decision.path is not Path.MEGA_MOE:
             self._device: Device = InlineDevice()
             if not _is_cpu(device):
                 self._device = self._open_device(device)
-            self._executor = self._make_executor(lambda: _split_executor_on(self._device, config))
+            self._transport = self._make_transport()
+            self._executor = self._make_executor(
+                lambda: _split_executor_on(self._device, config), self._transport.translate
+            )
             return
         # All ranks must call the same operator: equal versions may be different builds.
         check_vendor_chain(self._group, found=self.capability, timeout_s=config.step_timeout_s)
         self._device = self._runtime_device = self._open_device(device)
+        self._transport = self._make_transport()
         assert self.decision.profile is not None
         profile = profile_named(self.decision.profile)
         spec = ResourceSpec(
@@ -225,6 +222,18 @@ class MoeRunner:
             return made
 
         self._fused = self._agreed("launch rows", make_rows)
+
+    def _make_transport(self) -> CollectiveTransport:
+        made = CollectiveTransport(
+            self._group,
+            self.shape.num_experts,
+            validate_ids=self.config.validate_ids,
+            timeout_s=self.config.step_timeout_s,
+            operators=self._operators,
+            device=self._device,
+        )
+        self._closers.callback(made.close)
+        return made
 
     def _make_executor(
         self,
