@@ -108,6 +108,8 @@ void use_absurd_sizes() {
     CHECK(create({first, big, 8}, {1, 1, 1}, 0, {8}, memory.data) == nullptr);
     CHECK(create({8}, {1}, 0, {first, big, 8}, memory.data) == nullptr);
   }
+  for (const int64_t first : {1, 0})
+    CHECK(create({first, int64_t{1} << 57}, {1, 1}, 0, {8}, memory.data) == nullptr);
   CHECK(create({0}, {1}, INT64_MAX, {0}, memory.data) == nullptr);
   CHECK(create({8}, {1}, INT64_MAX, {8}, memory.data) == nullptr);
   CHECK(create({8}, {INT64_MAX}, 0, {8}, memory.data) == nullptr);
@@ -226,6 +228,7 @@ void share_an_executor() {
 
 struct Notes {
   std::vector<int> seen;  // by the subscribed thread alone
+  std::atomic<int> handled{0}, looked{0}, late{0};
   std::atomic<bool> stop{false};
 };
 struct Note {
@@ -235,8 +238,15 @@ struct Note {
 void write_note(void* data) {
   const auto* note = static_cast<const Note*>(data);
   note->notes->seen.push_back(note->number);
+  note->notes->handled.store(note->number + 1);
 }
-void count_up(void* data) { static_cast<std::atomic<int>*>(data)->fetch_add(1); }
+// Queued behind the note: a blocking one has been handled by now.
+void look_at_note(void* data) {
+  const auto* note = static_cast<const Note*>(data);
+  if (note->number % 2 == 0 && note->notes->handled.load() <= note->number)
+    note->notes->late.fetch_add(1);
+  note->notes->looked.fetch_add(1);
+}
 
 // Blocking and other callbacks of one stream, handled in order by a thread of the caller's; host
 // functions on the stream's worker.
@@ -256,7 +266,6 @@ void use_callbacks() {
     }
   });
   while (number.load() == 0) std::this_thread::yield();
-  std::atomic<int> calls{0};
   CHECK(aclrtLaunchCallback(write_note, &notes, ACL_CALLBACK_BLOCK, stream) != 0);  // nobody
   CHECK(aclrtSubscribeReport(number.load(), stream) == 0);
   CHECK(aclrtSubscribeReport(number.load(), stream) != 0);
@@ -266,7 +275,7 @@ void use_callbacks() {
   for (Note& note : queued) {
     const auto kind = note.number % 2 == 0 ? ACL_CALLBACK_BLOCK : ACL_CALLBACK_NO_BLOCK;
     CHECK(aclrtLaunchCallback(write_note, &note, kind, stream) == 0);
-    CHECK(aclrtLaunchHostFunc(stream, count_up, &calls) == 0);
+    CHECK(aclrtLaunchHostFunc(stream, look_at_note, &note) == 0);
   }
   Note last{&notes, 20};
   CHECK(aclrtLaunchCallback(write_note, &last, ACL_CALLBACK_BLOCK, stream) == 0);
@@ -275,7 +284,7 @@ void use_callbacks() {
   CHECK(aclrtUnSubscribeReport(number.load(), stream) != 0);
   notes.stop.store(true);
   handler.join();
-  CHECK(calls.load() == 20 && notes.seen.size() == 21);
+  CHECK(notes.looked.load() == 20 && notes.late.load() == 0 && notes.seen.size() == 21);
   for (int i = 0; i < 21; ++i) CHECK(notes.seen[static_cast<size_t>(i)] == i);
   CHECK(aclrtProcessReport(0) != 0);  // this thread is not subscribed
   CHECK(aclrtDestroyStream(stream) == 0);
