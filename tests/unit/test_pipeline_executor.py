@@ -29,6 +29,7 @@ from xmoe.pipeline.events import EventLease, EventPool
 from xmoe.pipeline.executor import StreamExecutor
 from xmoe.pipeline.items import Phase, PhaseKind, WorkItem
 from xmoe.pipeline.options import ExecutorOptions
+from xmoe.pipeline.ticket import Ticket
 
 R, M, C, S = PhaseKind.RECV, PhaseKind.METADATA, PhaseKind.COMPUTE, PhaseKind.SEND
 SERIAL, OVERLAP = StreamMode.SERIAL, StreamMode.OVERLAP
@@ -102,6 +103,49 @@ def test_streams_that_are_one_are_refused():
         make(MockNpu(pool=2))
     executor = make(device)  # 31, 32 and 33: the last is stream 1, which is none of these
     executor.close()
+
+
+def test_streams_are_closed_when_a_later_one_cannot_be_had():
+    class Two(MockNpu):
+        def create_stream(self) -> MockStream:
+            if len(self.streams) == 2:
+                raise AclError("aclrtCreateStream", 207001, "MEMORY", "no more")
+            return super().create_stream()
+
+    device = Two()
+    with pytest.raises(AclError, match="207001"):
+        make(device)
+    assert [stream.closed for stream in device.streams] == [True, True]
+
+
+@pytest.mark.parametrize("broken", ["owned", "event", "stream"])
+def test_closing_goes_on_when_one_thing_cannot_be_closed(broken):
+    device, owned = MockNpu(), [SimpleNamespace(closed=False) for _ in range(4)]
+
+    def boom() -> None:
+        raise AclError("close", 507899, "DRIVER", "")
+
+    for one in owned:
+        one.close = lambda one=one: setattr(one, "closed", True)
+
+    def before(kind, context):
+        if kind is C:
+            context.own(*owned[:2] if context.layer == 0 else owned[2:])
+        if kind is S and context.layer == 1:
+            raise RuntimeError("broke")
+
+    executor = make(device)
+    executor.submit(item_of(device, "i", R, C, S, before=before, layer=0))
+    with pytest.raises(RuntimeError, match="broke"):
+        executor.submit(item_of(device, "j", R, C, S, before=before, layer=1))
+    assert executor.quarantined == 2
+    things = {"owned": owned, "event": device.events, "stream": device.streams}
+    first = things[broken][-1 if broken == "event" else 1]  # closed first, of its kind
+    first.close = boom
+    with pytest.raises(AclError, match="507899"):
+        executor.close()
+    rest = [one for kind in things.values() for one in kind if one is not first]
+    assert len(rest) == 4 + 6 + 3 - 1 and all(one.closed for one in rest)
 
 
 def recorded(lease: EventLease, stream: MockStream) -> EventLease:
@@ -515,6 +559,24 @@ def test_a_session_binds_once_and_excludes_other_threads():
     thread.start()
     thread.join(5)
     assert "j.compute" in device.launches()
+    executor.close()
+
+
+def test_a_report_is_not_disturbed_by_items_that_end_meanwhile(monkeypatch):
+    device = MockNpu()
+    executor = make(device)
+    first, _ = (executor.submit(item_of(device, name, R, C, S)) for name in "ij")
+    where = Ticket.where
+
+    def slow(ticket: Ticket) -> str:
+        text = where(ticket)
+        thread = threading.Thread(target=first.result)
+        thread.start()
+        thread.join(5)
+        return text
+
+    monkeypatch.setattr(Ticket, "where", slow)
+    assert [text.split(",")[0] for text in executor.report().split(" | ")] == ["i", "j"]
     executor.close()
 
 

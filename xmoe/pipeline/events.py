@@ -10,6 +10,8 @@ on to a lease longer, holds the generation with it.
 
 from __future__ import annotations
 
+import contextlib
+
 from xmoe.errors import XmoeError
 from xmoe.kernels.device import Device, Event, Stream
 
@@ -70,6 +72,7 @@ class EventPool:
         return EventLease(event)
 
     def close(self) -> None:
-        """Release all events. Twice is harmless."""
-        while self._made:
-            self._made.pop().close()
+        """Release all events, also when one of them raises. Twice is harmless."""
+        with contextlib.ExitStack() as rest:
+            while self._made:
+                rest.callback(self._made.pop().close)

@@ -99,17 +99,20 @@ class StreamExecutor:
         device = self._device
         if mode is StreamMode.SERIAL:
             return (device.create_stream(),) * len(PhaseKind)
-        streams = [device.create_stream() for _ in range(3)]
-        handles = [stream.handle() for stream in streams]
-        # Stream pools go round: beyond their size two "new" streams are one, and waits between them
-        # would be waits of a stream for itself. Device without handles (0) run inline.
-        if len(set(handles)) != len(handles) and any(handles):
-            for stream in streams:
-                stream.close()
-            raise ConfigError(
-                f"the device gave streams with handles {handles}; allowed: three distinct ones; "
-                "next: make the executor before the process has used up its stream pool"
-            )
+        with contextlib.ExitStack() as undo:
+            streams: list[Stream] = []
+            for _ in range(3):
+                streams.append(device.create_stream())
+                undo.callback(streams[-1].close)
+            handles = [stream.handle() for stream in streams]
+            # Stream pools go round: beyond their size two "new" streams are one, and waits between
+            # them would be waits of a stream for itself. Device without handles (0) run inline.
+            if len(set(handles)) != len(handles) and any(handles):
+                raise ConfigError(
+                    f"the device gave streams with handles {handles}; allowed: three distinct "
+                    "ones; next: make the executor before the process has used up its stream pool"
+                )
+            undo.pop_all()
         recv, compute, send = streams
         return recv, recv, compute, send
 
@@ -143,7 +146,8 @@ class StreamExecutor:
 
     def report(self) -> str:
         """Every item under way with layer, slot and phase; only while nothing has failed."""
-        return self._waits.report()
+        # A copy, and no lock, which a stalled wait holds: other threads may end items meanwhile.
+        return " | ".join(ticket.where() for ticket in tuple(self._inflight)) or "nothing"
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -477,15 +481,16 @@ class StreamExecutor:
             if self.failed is not None and not self._idle():
                 QUARANTINE.extend((*quarantined, self._pool, self._own))
                 return
-            for ticket in quarantined:
-                ticket._release()
-            quarantined.clear()
-            self._inflight.clear()
-            for slot in self._slots:
-                slot.last, slot.lanes = None, ()
-            self._pool.close()
-            for stream in self._own:
-                stream.close()
+            with contextlib.ExitStack() as rest:  # all of it, whatever one of them raises
+                for stream in reversed(self._own):
+                    rest.callback(stream.close)
+                rest.callback(self._pool.close)
+                for ticket in reversed(quarantined):
+                    rest.callback(ticket._release)
+                quarantined.clear()
+                self._inflight.clear()
+                for slot in self._slots:
+                    slot.last, slot.lanes = None, ()
 
     def settle(self) -> bool:
         """Wait, bounded, until the streams have stopped; whether they have. Issues nothing."""

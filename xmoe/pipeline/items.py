@@ -71,8 +71,12 @@ class PhaseContext:
 
     def _release(self) -> None:
         self._kept = None
-        while self._owned:
-            self._owned.pop().close()
+        try:
+            while self._owned:
+                self._owned.pop().close()
+        except BaseException:
+            self._release()  # the rest, whatever one of them raises
+            raise
 
 
 class Phase:
