@@ -264,6 +264,7 @@ void check_values(Kind kind, const Batch& batch, const std::vector<uint16_t>& y)
   for (int64_t h = 0; h < kHidden; ++h) {
     const auto at = static_cast<size_t>(h);
     scale = std::fmax(scale, std::fabs(want[at]));
+    CHECK(std::isfinite(widen(y[at])));  // fmax would pass over a NaN
     error = std::fmax(error, std::fabs(want[at] - widen(y[at])));
   }
   // Integer activations have 127 steps to their largest value.
