@@ -11,7 +11,7 @@ import torch
 
 from support.ranks import Ended, run_ranks, values
 from xmoe.comm.transport import CollectiveTransport
-from xmoe.executor import Phase, PhaseContext, PhaseKind, StreamExecutor, WorkItem
+from xmoe.executor import ExecutorOptions, Phase, PhaseContext, PhaseKind, StreamExecutor, WorkItem
 from xmoe.kernels.device import InlineDevice
 from xmoe.kernels.ops.fused_moe import expert_mlp
 from xmoe.types import ExpertWeights, TokenBatch
@@ -89,7 +89,7 @@ def _run(rank, group, size, dtype, tokens=TOKENS, poison=False):
     part = _share(tokens, rank, size)
     mine = TokenBatch(batch.hidden_states[part], batch.topk_ids[part], batch.topk_weights[part])
     transport = CollectiveTransport(group, EXPERTS)
-    with StreamExecutor(InlineDevice(), trace=True) as executor:
+    with StreamExecutor(InlineDevice(), ExecutorOptions(trace=True)) as executor:
         ticket = executor.submit(split_item(transport, _local(weights, rank, size), mine))
         result = ticket.result()
         assert [t.phase for t in executor.trace] == ["recv", "compute", "send"]

@@ -15,7 +15,15 @@ from torch.distributed import ProcessGroup
 
 from xmoe.comm.agree import exchange_step
 from xmoe.comm.resource import MegaMoeCommResource, ResourceSpec
-from xmoe.executor import Phase, PhaseContext, PhaseKind, StreamExecutor, Ticket, WorkItem
+from xmoe.executor import (
+    ExecutorOptions,
+    Phase,
+    PhaseContext,
+    PhaseKind,
+    StreamExecutor,
+    Ticket,
+    WorkItem,
+)
 from xmoe.kernels.acl.loader import load
 from xmoe.kernels.acl.toolkit import find_toolkit
 from xmoe.kernels.device import HostDevice
@@ -106,7 +114,9 @@ class Rank:
         self.stack.callback(self.op.close)
         self.executor = self.stack.enter_context(
             StreamExecutor(
-                self.device, max_inflight=max_inflight, translate=self.resource.translate
+                self.device,
+                ExecutorOptions(max_inflight=max_inflight),
+                translate=self.resource.translate,
             )
         )
 

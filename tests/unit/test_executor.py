@@ -10,7 +10,7 @@ import pytest
 
 from support.devices import FakeDevice
 from xmoe.errors import AclError, ConfigError, FenceTimeout, PeerLost, XmoeError
-from xmoe.executor import Phase, PhaseKind, StreamExecutor, WorkItem
+from xmoe.executor import ExecutorOptions, Phase, PhaseKind, StreamExecutor, WorkItem
 from xmoe.kernels.device import InlineDevice
 
 R, M, C, S = PhaseKind.RECV, PhaseKind.METADATA, PhaseKind.COMPUTE, PhaseKind.SEND
@@ -65,7 +65,7 @@ def test_phases_run_in_order_and_pass_values():
 
         return Phase(kind, "compute" if kind is C else "ep", run)
 
-    with StreamExecutor(InlineDevice(), trace=True) as executor:
+    with StreamExecutor(InlineDevice(), ExecutorOptions(trace=True)) as executor:
         for layer in range(2):
             values = executor.submit(item(phase(R), phase(C), phase(S), layer=layer)).result()
         assert values[S] == 6
@@ -83,7 +83,7 @@ def test_phases_run_in_order_and_pass_values():
 
 def test_submit_returns_before_the_device_is_done_and_slots_bound_it(device):
     go, held = threading.Event(), [Held() for _ in range(3)]
-    executor = StreamExecutor(device, max_inflight=2)
+    executor = StreamExecutor(device, ExecutorOptions(max_inflight=2))
     first = executor.submit(item(launch(go.wait, held[0])))
     second = executor.submit(item(launch(lambda: None, held[1])))
     assert not first.done and [h.closed for h in held] == [0, 0, 0]
@@ -137,7 +137,7 @@ def test_failure_is_final_and_translated(device, where):
     held, later = Held(), Held()
     executor = StreamExecutor(
         device,
-        max_inflight=2,
+        ExecutorOptions(max_inflight=2),
         translate=lambda error: lost if isinstance(error, AclError) else error,
     )
     if where == "phase":
@@ -162,7 +162,7 @@ def test_failure_is_final_and_translated(device, where):
 
 def test_memory_of_a_stuck_stream_is_never_released(device):
     go, held = threading.Event(), Held()
-    executor = StreamExecutor(device, timeout_s=0.05)
+    executor = StreamExecutor(device, ExecutorOptions(timeout_s=0.05))
     ticket = executor.submit(item(launch(go.wait, held), op="mega_moe", layer=7))
     with pytest.raises(FenceTimeout, match="mega_moe, layer 7"):
         ticket.result()
@@ -187,12 +187,12 @@ def test_closed_executor_refuses():
     with pytest.raises(XmoeError, match="closed"):
         executor.submit(item(Phase(C, "c", lambda context: None)))
     with pytest.raises(ConfigError, match="max_inflight=5"):
-        StreamExecutor(InlineDevice(), max_inflight=5)
+        StreamExecutor(InlineDevice(), ExecutorOptions(max_inflight=5))
 
 
 def test_threads_share_one_executor(device):
     order, lock = [], threading.Lock()
-    executor = StreamExecutor(device, max_inflight=3)
+    executor = StreamExecutor(device, ExecutorOptions(max_inflight=3))
 
     def submit(number: int) -> None:
         for _ in range(20):

@@ -38,7 +38,7 @@ from xmoe.pipeline.channels import Channel, ChannelRule
 from xmoe.pipeline.events import EventLease, EventPool
 from xmoe.pipeline.failure import QUARANTINE, Failure, OnFailure
 from xmoe.pipeline.items import Phase, PhaseKind, TraceEntry, WorkItem
-from xmoe.pipeline.options import DEFAULT_TIMEOUT_S, ExecutorOptions
+from xmoe.pipeline.options import ExecutorOptions
 from xmoe.pipeline.ticket import Slot, Ticket
 from xmoe.pipeline.waits import Waits
 
@@ -51,7 +51,7 @@ class StreamExecutor:
 
     Args:
         device: owns the streams. The executor makes them and closes them.
-        options: None is serial with one slot; `timeout_s`, `max_inflight` and `trace` replace its.
+        options: None is serial with one slot.
         channels: rules; a channel without a rule keeps the order of issue, exclusively.
         translate: turns a device error into the error to raise (for example PeerLost).
         on_failure: told of the first failure, with the items whose phases were not all issued.
@@ -67,13 +67,8 @@ class StreamExecutor:
         translate: Callable[[Exception], Exception] | None = None,
         on_failure: OnFailure | None = None,
         on_stall: Callable[[str], None] | None = None,
-        max_inflight: int = 1,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        trace: bool = False,
     ) -> None:
-        if options is None:
-            options = ExecutorOptions(max_inflight=max_inflight, timeout_s=timeout_s, trace=trace)
-        self.options = options
+        self.options = options = options or ExecutorOptions()
         self.timeout_s = options.timeout_s
         self.trace: list[TraceEntry] | None = [] if options.trace else None
         self._device = device

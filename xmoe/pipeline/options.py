@@ -9,8 +9,6 @@ from typing import Self
 from xmoe.errors import ConfigError
 from xmoe.multistream import MAX_INFLIGHT, MultistreamConfig, StreamMode
 
-DEFAULT_TIMEOUT_S = 60.0
-
 
 @dataclass(frozen=True)
 class ExecutorOptions:
@@ -26,7 +24,7 @@ class ExecutorOptions:
 
     mode: StreamMode = StreamMode.SERIAL
     max_inflight: int = 1
-    timeout_s: float = DEFAULT_TIMEOUT_S
+    timeout_s: float = 60.0
     shutdown_timeout_s: float | None = None
     stall_warn_s: float = 30.0
     trace: bool = False

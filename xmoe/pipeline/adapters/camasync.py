@@ -32,7 +32,6 @@ class AFDAsyncTransferState:
     topk: int = 1
     layer_idx: int = 0
     token_nums_rankid_layeridx: Tensor | None = None
-    expert_token_nums_shared: Tensor | None = None
     group_list: Tensor | None = None
     dynamic_scales: Tensor | None = None
     expand_x_shared: Tensor | None = None

@@ -254,7 +254,6 @@ class CamAsyncFfnAdapter(CamAsyncAdapter):
             t.topk,
             head.layer,
             item.batch_info,
-            item.shared_count,
             item.tokens_per_expert,
             item.scales[:tokens] if quant else None,
             None if item.shared_hidden_states is None else item.shared_hidden_states[:shared],
