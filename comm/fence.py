@@ -16,6 +16,8 @@ can get in between the wait and the record.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
+from collections.abc import Callable
 from types import TracebackType
 
 from xmoe.errors import AclError, FenceTimeout
@@ -71,7 +73,7 @@ class FenceLease:
             return
         self._open = False
         try:
-            self._stream.synchronize(self._fence.timeout_s)
+            self._fence._settle(self._stream)
         except AclError:
             # The launch's own error is on its way; without one, this is the first anybody hears of
             # it.
@@ -84,6 +86,11 @@ class FenceLease:
 class LaunchFence:
     """Orders launches on one resource; see the module's text for the modes.
 
+    Args:
+        timeout_s: seconds for each wait.
+        on_failure: told when an unmarked launch failed or did not end in time: nothing orders the
+            next one after it. No other launch is let in before it returns.
+
     Attributes:
         mode: how.
         launches: launches recorded so far. waits: how often a launch had to be ordered after
@@ -91,16 +98,22 @@ class LaunchFence:
     """
 
     def __init__(
-        self, mode: FenceMode, device: Device, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        mode: FenceMode,
+        device: Device,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.mode = FenceMode(mode)
         self.timeout_s = timeout_s
         self.launches = 0
         self.waits = 0
         self._device = device
+        self._on_failure = on_failure
         self._mutex = threading.Lock()
-        # Latest launch of each stream, oldest first; `_last` is the latest of all.
-        self._events: dict[int, Event] = {}
+        # Latest launch of each stream, oldest first; `_last` is the latest of all. An entry stays
+        # while its launch is recorded: `wait_for_stream` looks without the lock.
+        self._events: OrderedDict[int, Event] = OrderedDict()
         self._last: tuple[int, Event] | None = None
 
     def acquire(self, stream: Stream) -> FenceLease:
@@ -143,18 +156,27 @@ class LaunchFence:
         self._events[handle] = self._device.create_event()
 
     def _recorded(self, stream: Stream, handle: int) -> None:
-        event = self._events.pop(handle)
+        event = self._events[handle]
         try:
             event.record(stream, handle)
         except AclError:
             # Without an event only the host can tell when the launch is over.
-            event.close()
+            self._events.pop(handle).close()
             self._last = None
-            stream.synchronize(self.timeout_s)
+            self._settle(stream)
             raise
         self.launches += 1
-        self._events[handle] = event
+        self._events.move_to_end(handle)
         self._last = (handle, event)
+
+    def _settle(self, stream: Stream) -> None:
+        """Wait for what nobody could mark. The lease is still held when `on_failure` is called."""
+        try:
+            stream.synchronize(self.timeout_s)
+        except BaseException as error:
+            if self._on_failure is not None:
+                self._on_failure(error)
+            raise
 
     def wait_for_stream(
         self, handle: int, timeout_s: float | None = None, what: str = "the stream's last launch"
@@ -165,6 +187,7 @@ class LaunchFence:
             FenceTimeout: not done in time, saying `what` was not. AclError: it failed on the
                 device.
         """
+        # Without the lock: who holds the lease asks this too, when it makes room.
         event = self._events.get(handle)
         if event is not None:
             wait_event(event, self.timeout_s if timeout_s is None else timeout_s, what)

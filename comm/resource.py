@@ -120,8 +120,8 @@ class MegaMoeCommResource:
         return self._open().shares
 
     @property
-    def failed(self) -> Exception | None:
-        """The device error that made the window unusable, or None."""
+    def failed(self) -> BaseException | None:
+        """What made the window unusable, or None."""
         return self._open().failed
 
     def require_rows(self, num_tokens: int) -> None:

@@ -100,7 +100,7 @@ class ResourceCore:
         # with a buffer size of its own needs a communicator made with it.
         self._borrow = borrow and spec.ccl_buffer_mb is None
         self.shares = 0
-        self.failed: Exception | None = None
+        self.failed: BaseException | None = None
         self.channel = f"mega_moe:{spec.role}:{spec.capacity}"
         self._group = weakref.ref(group)
         self._device = device
@@ -167,7 +167,9 @@ class ResourceCore:
         assert made.comm is not None and made.runtime is not None
         self._comm: HcclCommunicator | None = made.comm
         self.handle = CommHandle(made.name, self._rank, self._size, made.ccl_buffer_bytes, context)
-        self.fence = LaunchFence(self.spec.fence, self._device, self.spec.fence_timeout_s)
+        self.fence = LaunchFence(
+            self.spec.fence, self._device, self.spec.fence_timeout_s, self._fail
+        )
         # An adaptor with an allocator of its own (torch_npu's) gives the scratch memory too.
         allocate = getattr(self._device, "allocate", None)
         self.workspace = WorkspaceCache(made.runtime, self.fence.wait_for_stream, allocate)
@@ -217,6 +219,10 @@ class ResourceCore:
             lease.record()
         return result
 
+    def _fail(self, error: BaseException) -> None:
+        if self.failed is None:
+            self.failed = error
+
     def wait(self, stream: Stream, timeout_s: float, what: str) -> None:
         with self._device.bind():
             self.fence.wait_for_stream(stream.handle(), timeout_s, what)
@@ -235,10 +241,9 @@ class ResourceCore:
             )
 
     def translate(self, error: Exception) -> Exception:
-        if isinstance(error, AclError) and error.code in DEVICE_ERRORS and self.failed is None:
-            self.failed = error
-        if isinstance(error, FenceTimeout) and self.failed is None:
-            self.failed = error
+        device_error = isinstance(error, AclError) and error.code in DEVICE_ERRORS
+        if device_error or isinstance(error, FenceTimeout):
+            self._fail(error)
         return as_peer_lost(error, self._group(), f"MegaMoe on {self.channel}")
 
     def drain(self, timeout_s: float | None = None) -> None:

@@ -218,3 +218,27 @@ def test_waiting_for_a_stream_says_what_for_and_is_bounded(device):
         fence.wait_for_stream(stream.handle(), 0.05, "mega_moe, layer 3")
     go.set()
     fence.wait_for_stream(stream.handle(), 10.0, "mega_moe, layer 3")
+
+
+def test_a_launch_can_be_waited_for_while_the_next_one_is_recorded(device):
+    fence = LaunchFence(FenceMode.STREAM, device)
+    stream, go, seen = device.create_stream(), threading.Event(), []
+    with fence.acquire(stream) as lease:
+        stream.push(go.wait)
+        lease.record()
+    (event,) = device.events
+    record = event.record
+
+    def watched(*args):
+        with pytest.raises(FenceTimeout):
+            fence.wait_for_stream(stream.handle(), 0.05)
+        seen.append(1)
+        record(*args)
+
+    event.record = watched
+    try:
+        with fence.acquire(stream) as lease:
+            lease.record()
+    finally:
+        go.set()
+    assert seen == [1]
