@@ -344,13 +344,14 @@ _npu_operators: list[NpuOperators] = []
 def npu_operators() -> NpuOperators:
     """Those of this process' toolkit; the same answer at each call. Local.
 
-    Ask after torch_npu was imported. Never raises: without a toolkit all are missing.
+    Ask after torch_npu was imported. Never raises: without a toolkit, or with a wrong setting for
+    it, all are missing and say why.
     """
     with _states_lock:
         if not _npu_operators:
             try:
                 _npu_operators.append(find_npu_operators(toolkit.find_toolkit()))
-            except LibraryError as error:
+            except (ConfigError, LibraryError) as error:
                 missing = tuple((name, str(error)) for name in NPU_OPERATORS)
                 _npu_operators.append(NpuOperators(missing=missing))
         return _npu_operators[0]

@@ -72,6 +72,14 @@ def test_without_a_toolkit_all_are_missing(tmp_path: Path, monkeypatch: pytest.M
     assert "nowhere" in dict(found.missing)["swiglu"]
 
 
+def test_with_a_wrong_setting_all_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capability, "_npu_operators", [])
+    monkeypatch.setenv("XMOE_DEVICE", "toaster")
+    found = capability.npu_operators()
+    assert set(dict(found.missing)) == set(capability.NPU_OPERATORS)
+    assert "toaster" in dict(found.missing)["swiglu"]
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_doctor_and_explain_say_so(root: Path, tmp_path: Path, installed: bool) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
