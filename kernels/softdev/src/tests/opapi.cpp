@@ -400,6 +400,7 @@ int integers(bool int4, const Change& change, double* worst = nullptr) {
     double want = 0;
     for (int64_t j = 0; j < k; ++j) want += x.at(row * k + j) * static_cast<double>(value(e, j, column));
     want *= factor(e, column) * per_token.at(row);
+    CHECK(std::isfinite(out.at(i)));  // max would pass over a NaN
     *worst = std::max(*worst, std::fabs(out.at(i) - want) / (1 + std::fabs(want)));
   }
   return status;
