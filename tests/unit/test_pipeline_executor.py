@@ -341,6 +341,37 @@ def test_a_failure_of_any_phases_stream_is_seen():
     device.close()
 
 
+@pytest.mark.parametrize(("mode", "waits"), [(SERIAL, 1), (OVERLAP, 3)])
+def test_each_stream_is_waited_for_once(mode, waits):
+    device = MockNpu()
+    with make(device, mode, 1) as executor:
+        executor.submit(item_of(device, "i0", R, C, S))
+        assert device.event_syncs == 0
+        executor.submit(item_of(device, "i1", R, C, S))  # takes the slot over
+        assert device.event_syncs == waits
+
+
+@pytest.mark.parametrize("phase", ["recv", "compute", "send"])
+def test_one_streams_end_tells_of_every_phases_failure(phase):
+    device = FakeDevice()
+    executor = make(device, SERIAL, 1)
+
+    def fails() -> None:
+        raise AclError(phase, 507035, "X", "")
+
+    def run(context, name):
+        context.stream.push(fails if name == phase else lambda: None)
+
+    phases = tuple(Phase(k, "g", lambda c, n=k.value: run(c, n)) for k in (R, C, S))
+    executor.submit(WorkItem("i0", 0, phases))
+    with pytest.raises(AclError, match=phase):
+        executor.submit(WorkItem("i1", 0, phases))
+    with pytest.raises(XmoeError, match="first failure"):
+        executor.submit(WorkItem("i2", 0, phases))
+    executor.close()
+    device.close()
+
+
 def test_the_gate_is_asked_before_a_receive_and_slots_come_back_meanwhile():
     device = MockNpu()
     asked = []

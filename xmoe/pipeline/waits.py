@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from xmoe.errors import AclError, FenceTimeout, PipelineStopped
 from xmoe.kernels.device import is_timeout
+from xmoe.multistream import StreamMode
 from xmoe.pipeline.events import EventLease
 from xmoe.pipeline.items import WorkItem
 from xmoe.pipeline.options import ExecutorOptions
@@ -39,6 +40,7 @@ class Waits:
         inflight: deque[Ticket],
         on_stall: Callable[[str], None] | None,
     ) -> None:
+        self._one_stream = options.mode is StreamMode.SERIAL
         self._timeout_s = options.timeout_s
         self._look = _look_up(options.timeout_s)
         self._stall_warn_s = options.stall_warn_s
@@ -59,8 +61,8 @@ class Waits:
         look = self._look if timeout_s is None else _look_up(timeout_s)
         lanes, phases = ticket._slot.lanes, ticket.item.phases
         try:
-            # Each stream is asked, since each may have failed.
-            for phase in phases:
+            # Each stream is asked, since each may have failed; its last phase answers for it.
+            for phase in phases[-1:] if self._one_stream else phases:
                 lanes[phase.order][1].event.synchronize(look)
         except AclError as error:
             if not is_timeout(error):
