@@ -84,6 +84,14 @@ with make() as plan:
     said, before = [], number_of("launches").value
     said.append(refused(lambda: step(plan, scratch=Waits())))
     seen["other"] = [*said, number_of("launches").value - before, elsewhere(plan)]
+class Swallows(Scratch):
+    "Its own use of the plan is interrupted, which it tells nobody: the step it was for is over."
+    def take(self, nbytes):
+        super().take(nbytes)
+        interrupted(plan, True)
+with make() as plan:
+    said = refused(lambda: step(plan, scratch=Swallows()))
+    seen["swallowed"] = [said, elsewhere(plan), refused(lambda: step(plan))]
 say({"seen": seen, "dead": dead})
 """
 
@@ -93,6 +101,8 @@ def test_an_interrupt_leaves_the_plan_to_others(tmp_path: Path) -> None:
     assert got["seen"]["known"] == ["interrupted", True, ""]
     assert got["seen"]["entered"] == ["interrupted", True, ""]
     assert got["seen"]["other"] == ["interrupted", False, "", 1, True]
+    text, free, again = got["seen"]["swallowed"]
+    assert "was used for something else" in text and free and again == ""
     assert got["dead"] == 1, "the op_executor of the interrupted step is destroyed"
 
 
