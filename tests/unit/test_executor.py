@@ -181,6 +181,20 @@ def test_close_reports_a_failure_nobody_saw(device):
         executor.submit(item(launch(lambda: None)))
 
 
+def test_what_an_item_owns_and_cannot_close_keeps_no_slot(device):
+    class Stuck:
+        def close(self) -> None:
+            raise ConfigError("it does not close")
+
+    executor = StreamExecutor(device)
+    ticket = executor.submit(item(launch(lambda: None, Stuck())))
+    with pytest.raises(ConfigError, match="does not close"):
+        ticket.result()
+    executor.submit(item(launch(lambda: None))).result(5)
+    assert executor.leaks() == ()
+    executor.close()
+
+
 def test_closed_executor_refuses():
     executor = StreamExecutor(InlineDevice())
     executor.close()

@@ -408,9 +408,9 @@ class StreamExecutor:
         slot = oldest._slot
         slot.last = slot.lanes[oldest.item.phases[-1].order][1]
         oldest._done = True
+        self._free.append(slot)
         if oldest._kept is not None or oldest._owned is not None:
             oldest._release()
-        self._free.append(slot)
 
     def _fail_with(self, ticket: Ticket | None, error: BaseException) -> None:
         """Make a failure final. Raises what it means; returns when that is the error itself."""
