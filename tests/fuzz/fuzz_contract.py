@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fuzz the contract layer, the compiled launch plan and the software vendor behind them.
 
-    python tests/fuzz/fuzz_contract.py --count 100000 --seed 1 --json docs/benchmarks/fuzz.json
+    python tests/fuzz/fuzz_contract.py --target plan --count 101000 --seed 6 --json plan.json
 
 Argument sets run in child processes, in batches: a child that dies or stands still is a finding,
 and the set it was at is printed with the seed of its batch. Exit code 0 without findings, 1 with.

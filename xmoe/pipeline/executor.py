@@ -141,8 +141,7 @@ class StreamExecutor:
 
     def report(self) -> str:
         """Every item under way with layer, slot and phase; only while nothing has failed."""
-        # A copy, and no lock, which a stalled wait holds: other threads may end items meanwhile.
-        return " | ".join(ticket.where() for ticket in tuple(self._inflight)) or "nothing"
+        return self._waits.report()
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:

@@ -50,7 +50,8 @@ class Waits:
 
     def report(self) -> str:
         """Every item under way with layer, slot and phase; only while nothing has failed."""
-        return " | ".join(ticket.where() for ticket in self._inflight) or "nothing"
+        # A copy, and no lock, which a stalled wait holds: other threads may end items meanwhile.
+        return " | ".join(ticket.where() for ticket in tuple(self._inflight)) or "nothing"
 
     def for_item(self, ticket: Ticket, timeout_s: float | None) -> None:
         """Wait for all phases of `ticket`; None is the executor's own limit.
